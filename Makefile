@@ -1,0 +1,73 @@
+# Every target sets up what it needs: a fresh clone needs Python 3.10 or later and make, nothing else.
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup data demo test fresh lint nbtest site pytest docs kernel lab bench clean
+
+VENV  ?= .venv
+# torch goes in first and alone, by version: a range would take a build for another machine
+TORCH ?= torch==2.13.0
+PYTHON ?= $(shell for p in python3 python3.1{4,3,2,1,0}; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+# The venv is as good as the files that describe it: the stamp's name is their checksum
+READY := $(VENV)/ready-$(shell (cat settings.ini setup.py pyproject.toml; echo '$(TORCH)') | cksum | tr ' ' -)
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY) ## .venv with torch (TORCH="torch==..."), this package and its tools
+$(READY):
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 or later found; name one with PYTHON="; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	pip install --quiet --no-compile $(TORCH)
+	pip install --quiet --no-compile --editable '.[dev]' --config-settings editable_mode=compat
+	rm -f $(VENV)/ready-* && touch $@
+
+data: setup ## the texts that demo trains on, into data/
+	python tools/get_data.py
+
+demo: setup data ## train GRU-L3 on plays, about two minutes on two cores; predicted and measured bytes
+	python tools/demo.py
+
+test: fresh lint nbtest site pytest ## every check there is, as CI makes them
+test fresh lint nbtest site pytest: export OMP_NUM_THREADS = 1
+
+NB_FILES = find nbs gruckpt settings.ini pyproject.toml -type f ! -path '*/.*' ! -path '*/__pycache__/*' \
+    | LC_ALL=C sort | xargs cksum
+fresh: setup ## test 1: notebooks are clean and gruckpt/ is their export
+	@echo "notebooks clean, gruckpt/ their export"; \
+	was=$$(mktemp); $(NB_FILES) > $$was; nbdev_export; nbdev_clean; \
+	$(NB_FILES) | diff $$was - || { echo "fresh: these files were not as nbdev_export and nbdev_clean leave" \
+	    "them. They are now: look at the change and commit it."; exit 1; }
+
+lint: setup ## test 2: ruff, on notebooks too
+	ruff check .
+
+# nbdev_test has no time limit of its own
+nbtest: setup ## test 3: every notebook, as nbdev runs it
+	$(if $(shell command -v timeout),timeout 900) nbdev_test --n_workers 2 --timing
+
+site: setup ## test 4: docs build, links hold, docs/ and README.md follow the notebooks
+	python tools/docs.py --check
+
+pytest: setup ## test 5: form, wheel in a clean venv, and the notebooks against the installed package
+	pytest -m '' --nb-package --cov --durations 10
+
+docs: setup ## build docs/ and README.md from the notebooks
+	python tools/docs.py
+
+kernel: setup ## run every notebook in a fresh Jupyter kernel, writing nothing
+	python tools/run_nbs.py --check
+
+lab: setup ## JupyterLab on the notebooks
+	jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) nbs
+
+bench: setup ## time and bytes of recurrent layers, side by side; ARGS="..." goes to `gruckpt bench rnn`
+	gruckpt bench rnn $(ARGS)
+
+clean: ## remove what builds and tests leave; .venv and data/ stay
+	rm -rf build dist _proc .coverage htmlcov .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
