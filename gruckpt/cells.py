@@ -7,22 +7,30 @@ __all__ = ['NORM_EPS', 'CellWeights', 'loop', 'GRUCell', 'NormedGRUCell', 'LSTMC
 
 # %% ../nbs/02_cells.ipynb #edef2a26
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 # %% ../nbs/02_cells.ipynb #42daf340
 @dataclass(frozen=True)
 class CellWeights:
-    """The tensors of one layer and direction, in torch's layout.
+    """The tensors of one layer and direction, in torch's layout; also the sums of their gradients.
 
     Parameters
     ----------
-    w_i : (gates*D) x I, input weights
-    w_h : (gates*D) x R, recurrent weights; R = D, or the projection's width
-    b_i : gates*D or None, input bias
-    b_h : gates*D or None, recurrent bias
-    gain : D or None, RMSNorm's gain
-    w_r : R x D or None, the LSTM's projection
+    w_i : Tensor
+        Input weights, (gates*D) x I.
+    w_h : Tensor
+        Recurrent weights, (gates*D) x R; R is D, or the projection's width.
+    b_i : Tensor or None
+        Input bias, gates*D.
+    b_h : Tensor or None
+        Recurrent bias, gates*D.
+    gain : Tensor or None
+        RMSNorm's gain, D.
+    w_r : Tensor or None
+        The LSTM's projection, R x D.
     """
     w_i: torch.Tensor
     w_h: torch.Tensor
@@ -50,15 +58,52 @@ def _add_rows(
     wanted = [(total, cols) for total, *cols in wanted if total is not None]
     if not wanted: return
     sums = a_NM.sum(0, dtype=wanted[0][0].dtype)
-    for total, cols in wanted: total.add_(torch.cat([sums[c] for c in cols]) if len(cols) > 1 else sums[cols[0]])
+    for total, cols in wanted:
+        total.add_(torch.cat([sums[c] for c in cols]) if len(cols) > 1 else sums[cols[0]])
 
-def _affine(x_NI, w_GI, bias, out_NG):
-    "out = x w^T + bias, in place"
+# %% ../nbs/02_cells.ipynb #b44ce7fd
+def _affine(
+    x_NI:torch.Tensor,         # rows
+    w_GI:torch.Tensor,         # weights
+    bias:torch.Tensor|None,    # G
+    out_NG:torch.Tensor,       # written
+):
+    "out = x w^T + bias"
     torch.mm(x_NI, w_GI.t(), out=out_NG) if bias is None else torch.addmm(bias, x_NI, w_GI.t(), out=out_NG)
 
 def _rows(t:torch.Tensor) -> torch.Tensor: return t.view(-1, t.shape[-1])
 
-# %% ../nbs/02_cells.ipynb #b44ce7fd
+# %% ../nbs/02_cells.ipynb #8ac33add
+def _gru_step(
+    a:torch.Tensor,       # B x 3D, projected input: W_i x + b_i
+    h:torch.Tensor,       # B x D, the state before
+    w:CellWeights,
+    reset:str,            # 'after' or 'before' the recurrent matmul
+) -> torch.Tensor:        # B x D, the state after
+    "One step of a GRU that autograd can follow"
+    a_r, a_z, a_n = a.chunk(3, -1)
+    w_r, w_z, w_n = w.w_h.chunk(3)
+    b_r, b_z, b_n = (0., 0., 0.) if w.b_h is None else w.b_h.chunk(3)
+    r, z = torch.sigmoid(a_r + h @ w_r.t() + b_r), torch.sigmoid(a_z + h @ w_z.t() + b_z)
+    n = torch.tanh(a_n + (r * (h @ w_n.t() + b_n) if reset == 'after' else (r * h) @ w_n.t() + b_n))
+    return (1 - z) * n + z * h
+
+# %% ../nbs/02_cells.ipynb #51075806
+def loop(
+    cell,                # GRUCell, NormedGRUCell or LSTMCell: what has its `step`
+    x_TBI:torch.Tensor,  # inputs
+    state:list,          # initial states, each B x D
+    w:CellWeights,       # of the layer and direction
+    flipped:bool=False,  # against the order of time
+) -> tuple:              # (T x B x R outputs, list of final states)
+    "A cell over a sequence as a plain loop: slow, and obviously right"
+    outs = []
+    for x_BI in x_TBI.flip(0) if flipped else x_TBI:
+        state = cell.step(x_BI @ w.w_i.t() + (0. if w.b_i is None else w.b_i), state, w)
+        outs.append(state[0])
+    return torch.stack(outs[::-1] if flipped else outs), state
+
+# %% ../nbs/02_cells.ipynb #c4d9ea27
 def _slots(
     gates:torch.Tensor,   # steps x B x (n*D)
     D:int,                # width of a slot
@@ -66,13 +111,24 @@ def _slots(
     "The D-wide slots of a buffer"
     return list(gates.split(D, -1))
 
-def _project_after(x_NI, w:CellWeights, bias, gates_NG):
+def _bias_after(w:CellWeights) -> torch.Tensor|None:
+    "What `project` adds, 3D: for r and z both biases, for n the input's"
+    D = w.w_h.shape[1]
+    return None if w.b_i is None else torch.cat([w.b_i[:2*D] + w.b_h[:2*D], w.b_i[2*D:]])
+
+def _project_after(
+    x_NI:torch.Tensor,         # inputs, steps*B rows
+    w:CellWeights,
+    bias:torch.Tensor|None,    # 3D, for the slots r, z and n
+    gates_NG:torch.Tensor,     # steps*B x 4D, written
+):
     "Project inputs into the slots r, z and n, and the recurrent bias into the slot between"
     D = w.w_h.shape[1]
     for cols, rows in [(slice(0, 2*D), slice(0, 2*D)), (slice(3*D, 4*D), slice(2*D, 3*D))]:
         _affine(x_NI, w.w_i[rows], None if bias is None else bias[rows], gates_NG[:, cols])
     gates_NG[:, 2*D:3*D] = 0. if w.b_h is None else w.b_h[2*D:]
 
+# %% ../nbs/02_cells.ipynb #64ecb88d
 def _advance_after(
     gates:torch.Tensor,   # steps x B x 4D; projected inputs, the gates afterwards
     prev:torch.Tensor,    # steps x B x D, the state before each step
@@ -92,35 +148,6 @@ def _advance_after(
         emit(n[t], hs[t], z[t], outs[t])
 
 def _blend(n, h, z, out): torch.lerp(n, h, z, out=out)
-
-# %% ../nbs/02_cells.ipynb #8ac33add
-def _gru_step(
-    a:torch.Tensor,       # B x 3D, projected input: W_i x + b_i
-    h:torch.Tensor,       # B x D, the state before
-    w:CellWeights,
-    reset:str,            # 'after' or 'before' the recurrent matmul
-) -> torch.Tensor:        # B x D, the state after
-    "One step of a GRU that autograd can follow"
-    a_r, a_z, a_n = a.chunk(3, -1)
-    w_r, w_z, w_n = w.w_h.chunk(3)
-    b_r, b_z, b_n = (0., 0., 0.) if w.b_h is None else w.b_h.chunk(3)
-    r, z = torch.sigmoid(a_r + h @ w_r.t() + b_r), torch.sigmoid(a_z + h @ w_z.t() + b_z)
-    n = torch.tanh(a_n + (r * (h @ w_n.t() + b_n) if reset == 'after' else (r * h) @ w_n.t() + b_n))
-    return (1 - z) * n + z * h
-
-def loop(
-    cell,                # GRUCell, NormedGRUCell or LSTMCell
-    x_TBI:torch.Tensor,  # inputs
-    state:list,          # initial states
-    w:CellWeights,
-    flipped:bool=False,  # against the order of time
-) -> tuple:              # (T x B x R outputs, list of final states)
-    "A cell over a sequence as a plain loop: slow, and obviously right"
-    outs = []
-    for x_BI in x_TBI.flip(0) if flipped else x_TBI:
-        state = cell.step(x_BI @ w.w_i.t() + (0. if w.b_i is None else w.b_i), state, w)
-        outs.append(state[0])
-    return torch.stack(outs[::-1] if flipped else outs), state
 
 # %% ../nbs/02_cells.ipynb #bfd88e28
 def _factors_after(
@@ -184,6 +211,7 @@ def _collect_after(
     if dx is not None: torch.mm(rz, w.w_i[:2*D], out=dx).addmm_(n, w.w_i[2*D:])
 
 # %% ../nbs/02_cells.ipynb #87a8b304
+def _bias_sum(w:CellWeights): return None if w.b_i is None else w.b_i + w.b_h
 def _project_before(x_NI, w:CellWeights, bias, gates_NG): _affine(x_NI, w.w_i, bias, gates_NG)
 
 def _advance_before(gates, prev, new, w:CellWeights, order, emit):
@@ -199,6 +227,7 @@ def _advance_before(gates, prev, new, w:CellWeights, order, emit):
         ns[t].addmm_(reset_h, to_n).tanh_()
         emit(ns[t], h, zs[t], outs[t])
 
+# %% ../nbs/02_cells.ipynb #cfbe5c63
 def _factors_before(gates, prev, factors, spare) -> tuple:
     "Prepare `h' r(1-r), C, A`; what the walk keeps is (z, r)"
     D, (zs, rs, keep) = prev.shape[-1], spare
@@ -211,7 +240,7 @@ def _factors_before(gates, prev, factors, spare) -> tuple:
     torch.addcmul(r, r, rs, value=-1, out=to_r).mul_(prev)  # h' r(1-r)
     return zs, rs
 
-# %% ../nbs/02_cells.ipynb #db54a5b8
+# %% ../nbs/02_cells.ipynb #71ab43af
 def _reverse_before(factors, kept, dout, dh, w:CellWeights, order, norm):
     "Walk a GRU (reset before) back over a stretch; arguments as in `_reverse_after`"
     D = dh.shape[-1]
@@ -228,6 +257,7 @@ def _reverse_before(factors, kept, dout, dh, w:CellWeights, order, norm):
         rs[t].mul_(drh)
         dh.mul_(z[t]).addcmul_(drh, r[t]).addmm_(rzs[t], rz_n)
 
+# %% ../nbs/02_cells.ipynb #2c1d00c7
 def _collect_before(da, x, prev, kept, w:CellWeights, sums:CellWeights, dx, spare):
     "Sums of a GRU (reset before); arguments as in `_collect_after`"
     D, da_NG = prev.shape[-1], _rows(da)
@@ -238,17 +268,29 @@ def _collect_before(da, x, prev, kept, w:CellWeights, sums:CellWeights, dx, spar
     _add_rows(da_NG, (sums.b_i, slice(None)), (sums.b_h, slice(None)))
     if dx is not None: torch.mm(da_NG, w.w_i, out=dx)
 
-# %% ../nbs/02_cells.ipynb #cfbe5c63
-def _nothing(n, h, z, out): pass
+# %% ../nbs/02_cells.ipynb #2661409b
+class _Form(NamedTuple):
+    "What differs between the two forms of a GRU"
+    n_slots: int
+    bias: object
+    project: object
+    advance: object
+    factors: object
+    reverse: object
+    collect: object
 
+_FORMS = {
+    'after': _Form(4, _bias_after, _project_after, _advance_after, _factors_after, _reverse_after,
+                   _collect_after),
+    'before': _Form(3, _bias_sum, _project_before, _advance_before, _factors_before, _reverse_before,
+                    _collect_before)}
+
+def _nothing(n, h, z, out): "The state is there already"
+
+# %% ../nbs/02_cells.ipynb #1f62bca4
 @dataclass(frozen=True)
-class GRUCell:
-    """A gated recurrent unit.
-
-    Parameters
-    ----------
-    reset : 'after' the recurrent matmul (torch, cuDNN) or 'before' it (Cho et al. 2014)
-    """
+class _GRUForward:
+    "The forward half of a GRU"
     reset: str = 'after'
     n_gates, n_states, n_spare = 3, 1, 3
 
@@ -257,40 +299,52 @@ class GRUCell:
             raise ValueError(f"reset must be 'after' or 'before', got {self.reset!r}")
 
     @property
-    def n_slots(self) -> int: return 4 if self.reset == 'after' else 3
+    def _form(self) -> _Form: return _FORMS[self.reset]
+    @property
+    def n_slots(self) -> int: return self._form.n_slots
+    def _emit(self, gates, w): return _blend
+    def bias(self, w:CellWeights) -> torch.Tensor|None: return self._form.bias(w)
 
-    def step(self, a, state, w): return [_gru_step(a, state[0], w, self.reset)]
-
-    def bias(self, w:CellWeights):
-        "What the projection adds: both biases, where they only appear as a sum"
-        if w.b_i is None: return None
-        if self.reset == 'before': return w.b_i + w.b_h
-        D = w.w_h.shape[1]
-        return torch.cat([w.b_i[:2*D] + w.b_h[:2*D], w.b_i[2*D:]])
+    def step(self, a, state, w) -> list:
+        "The new state [B x D] after the projected input `a`, B x 3D; autograd can follow"
+        return [_gru_step(a, state[0], w, self.reset)]
 
     def project(self, x_NI, w, bias, gates):
-        self._pick(_project_after, _project_before)(x_NI, w, bias, _rows(gates))
-
-    def _pick(self, after, before): return after if self.reset == 'after' else before
-    def _emit(self, gates, w): return _blend
+        "Fill `gates`, steps x B x (slots*D), from inputs, (steps*B) x I, and `self.bias(w)`"
+        self._form.project(x_NI, w, bias, _rows(gates))
 
     def advance(self, gates, prev, new, w, order):
-        self._pick(_advance_after, _advance_before)(gates, prev[0], new[0], w, order, self._emit(gates, w))
+        "Walk: `gates` become gates, `new` [steps x B x D] follows from `prev`; `order` runs with time"
+        self._form.advance(gates, prev[0], new[0], w, order, self._emit(gates, w))
 
     def rebuild(self, gates, prev, new, w):
+        "Projected `gates` become what `advance` left, from the states in `prev`"
         flat, h = _rows(gates)[None], _rows(prev[0])[None]
-        self._pick(_advance_after, _advance_before)(flat, h, h, w, (0,), _nothing)
+        self._form.advance(flat, h, h, w, (0,), _nothing)
 
+# %% ../nbs/02_cells.ipynb #fb01bdde
+@dataclass(frozen=True)
+class GRUCell(_GRUForward):
+    """A gated recurrent unit.
+
+    Parameters
+    ----------
+    reset : str
+        Reset gate `'after'` the recurrent matmul (torch, cuDNN) or `'before'` it (Cho et al. 2014).
+    """
     def factors(self, gates, prev, new, factors, spare, w) -> tuple:
-        return self._pick(_factors_after, _factors_before)(gates, prev[0], factors, spare[:3])
+        "Write what multiplies dh into `factors` (may be `gates`), each steps x B x (slots*D); what to keep"
+        return self._form.factors(gates, prev[0], factors, spare[:3])
 
     def reverse(self, factors, kept, dout, dstate, w, order, norm=None):
-        self._pick(_reverse_after, _reverse_before)(factors, kept, dout, dstate[0], w, order, norm)
+        "Walk back: `factors` become gradients at the gates' inputs, `dstate` [B x D] moves to the start"
+        self._form.reverse(factors, kept, dout, dstate[0], w, order, norm)
 
     def collect(self, da, x, prev, kept, w, sums, dx, spare):
-        self._pick(_collect_after, _collect_before)(da, x, prev[0], kept, w, sums, dx, spare[2])
+        "Add to `sums` from `da`, steps x B x (slots*D), and inputs `x`; write `dx`; both (steps*B) x I"
+        self._form.collect(da, x, prev[0], kept, w, sums, dx, spare[2])
 
-# %% ../nbs/02_cells.ipynb #a1fd45d0
+# %% ../nbs/02_cells.ipynb #809a77f9
 NORM_EPS = torch.finfo(torch.float32).eps   # nn.RMSNorm's default for float32
 
 def _wide(t:torch.Tensor) -> torch.dtype: return torch.promote_types(t.dtype, torch.float32)
@@ -308,6 +362,7 @@ def _norm_emit(gates, w:CellWeights):
         torch.mul(wide, gain, out=out)
     return emit
 
+# %% ../nbs/02_cells.ipynb #b5f71658
 def _norm_factors(gates, prev, hat) -> torch.Tensor:
     "Rebuild the unscaled normed states of a stretch into `hat`; returns 1/rms, steps x B x 1"
     D = prev.shape[-1]
@@ -316,7 +371,6 @@ def _norm_factors(gates, prev, hat) -> torch.Tensor:
     hat.mul_(inv)
     return inv
 
-# %% ../nbs/02_cells.ipynb #809a77f9
 def _norm_reverse(hat, inv, dhs, dh, gain):
     "A function that keeps dh for the gain's gradient and turns it into dh at the raw state, in place"
     hats, invs, kept = hat.unbind(), inv.unbind(), dhs.unbind()
@@ -329,44 +383,61 @@ def _norm_reverse(hat, inv, dhs, dh, gain):
         dh.addcmul_(hats[t], share, value=-1).mul_(invs[t])
     return norm
 
+# %% ../nbs/02_cells.ipynb #ed0cc5e9
 @dataclass(frozen=True)
 class NormedGRUCell(GRUCell):
-    """A GRU whose new state is RMS-normed before it is passed on.
+    """A GRU whose new state is RMS-normed before it is passed on; operations as `GRUCell`'s.
 
     Parameters
     ----------
-    reset : 'after' the recurrent matmul or 'before' it (GRU-L3)
+    reset : str
+        Reset gate `'after'` the recurrent matmul or `'before'` it (GRU-L3).
     """
     n_spare = 5
-
-    def step(self, a, state, w):
-        raw = _gru_step(a, state[0], w, self.reset)
-        return [torch.nn.functional.rms_norm(raw, raw.shape[-1:], w.gain, NORM_EPS)]
-
     def _emit(self, gates, w): return _norm_emit(gates, w)
 
+    def step(self, a, state, w) -> list:
+        "The new state [B x D], normed"
+        return [F.rms_norm(super().step(a, state, w)[0], state[0].shape[-1:], w.gain, NORM_EPS)]
+
     def factors(self, gates, prev, new, factors, spare, w) -> tuple:
+        "As `GRUCell.factors`; keeps the unscaled states, 1/rms and room for each dh as well"
         inv = _norm_factors(gates, prev[0], spare[3])
         return *super().factors(gates, prev, new, factors, spare, w), spare[3], inv, spare[4]
 
     def reverse(self, factors, kept, dout, dstate, w, order):
+        "As `GRUCell.reverse`, through the norm at every step"
         *kept, hat, inv, dhs = kept
-        norm = _norm_reverse(hat, inv, dhs, dstate[0], w.gain)
-        super().reverse(factors, kept, dout, dstate, w, order, norm)
+        super().reverse(factors, kept, dout, dstate, w, order,
+                        _norm_reverse(hat, inv, dhs, dstate[0], w.gain))
 
     def collect(self, da, x, prev, kept, w, sums, dx, spare):
+        "As `GRUCell.collect`, and the gain's sum, D"
         *kept, hat, _, dhs = kept
         _add_rows(_rows(hat.mul_(dhs)), (sums.gain, slice(None)))
         super().collect(da, x, prev, kept, w, sums, dx, spare)
 
 # %% ../nbs/02_cells.ipynb #1bb0241a
-def _lstm_gates(gates_t, h, to_gates, D):
-    "Activations of one step, in place, from its projection and the state before it"
-    gates_t.addmm_(h, to_gates)
-    gates_t[:, :2*D].sigmoid_()
-    gates_t[:, 2*D:3*D].tanh_()
-    gates_t[:, 3*D:].sigmoid_()
+def _lstm_step(a, state, w:CellWeights) -> list:
+    "One step of an LSTM that autograd can follow: (h, c) after the projected input `a`, B x 4D"
+    i, f, g, o = (a + state[0] @ w.w_h.t() + (0. if w.b_h is None else w.b_h)).chunk(4, -1)
+    c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return [h if w.w_r is None else h @ w.w_r.t(), c]
 
+def _lstm_gates(
+    gates_BG:torch.Tensor,   # projected input, B x 4D; gates afterwards
+    h_BR:torch.Tensor,       # the state before
+    to_gates:torch.Tensor,   # R x 4D
+    D:int,                   # width of a slot
+):
+    "Gates of one step, in place"
+    gates_BG.addmm_(h_BR, to_gates)
+    gates_BG[:, :2*D].sigmoid_()
+    gates_BG[:, 2*D:3*D].tanh_()
+    gates_BG[:, 3*D:].sigmoid_()
+
+# %% ../nbs/02_cells.ipynb #4467c0b7
 def _lstm_advance(gates, prev, new, w:CellWeights, order):
     "Advance an LSTM over a stretch: gates are 4D wide, states are (h, c)"
     D, to_gates = prev[1].shape[-1], w.w_h.t()
@@ -379,7 +450,7 @@ def _lstm_advance(gates, prev, new, w:CellWeights, order):
         if w.w_r is None: torch.tanh(c_outs[t], out=h_outs[t]).mul_(o[t])
         else: torch.mm(torch.tanh(c_outs[t], out=m).mul_(o[t]), w.w_r.t(), out=h_outs[t])
 
-# %% ../nbs/02_cells.ipynb #a737ef41
+# %% ../nbs/02_cells.ipynb #0b6451ea
 def _lstm_factors(gates, prev, new, factors, spare, projected:bool) -> tuple:
     "Prepare `g i(1-i), c' f(1-f), i(1-g²), tanh c o(1-o)`; kept are (f, o(1-tanh²c), m, dh for W_r)"
     D = prev[1].shape[-1]
@@ -396,6 +467,7 @@ def _lstm_factors(gates, prev, new, factors, spare, projected:bool) -> tuple:
     torch.addcmul(m, m, o, value=-1, out=to_o)
     return fs, to_c, m, torch.empty_like(prev[0]) if projected else None
 
+# %% ../nbs/02_cells.ipynb #2eaa0833
 def _lstm_reverse(factors, kept, dout, dh, dc, w:CellWeights, order):
     "Walk an LSTM back over a stretch"
     D = dc.shape[-1]
@@ -412,33 +484,31 @@ def _lstm_reverse(factors, kept, dout, dh, dc, w:CellWeights, order):
         dc.mul_(f[t])
         torch.mm(das[t], w.w_h, out=dh)
 
-# %% ../nbs/02_cells.ipynb #4467c0b7
+# %% ../nbs/02_cells.ipynb #e2ff7157
 @dataclass(frozen=True)
 class LSTMCell:
     "A long short-term memory cell in torch's form; with `w_r` among the weights its output is projected"
     n_gates, n_slots, n_states, n_spare = 4, 4, 2, 3
 
-    def step(self, a, state, w):
-        i, f, g, o = (a + state[0] @ w.w_h.t() + (0. if w.b_h is None else w.b_h)).chunk(4, -1)
-        c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(c)
-        return [h if w.w_r is None else h @ w.w_r.t(), c]
-
-    def bias(self, w:CellWeights): return None if w.b_i is None else w.b_i + w.b_h
+    def step(self, a, state, w) -> list: return _lstm_step(a, state, w)
+    def bias(self, w:CellWeights) -> torch.Tensor|None: return _bias_sum(w)
     def project(self, x_NI, w, bias, gates): _affine(x_NI, w.w_i, bias, _rows(gates))
-
     def advance(self, gates, prev, new, w, order): _lstm_advance(gates, prev, new, w, order)
 
     def rebuild(self, gates, prev, new, w):
+        "Projected `gates`, steps x B x 4D, become what `advance` left, from the states (h, c) in `prev`"
         _lstm_gates(_rows(gates), _rows(prev[0]), w.w_h.t(), prev[1].shape[-1])
 
     def factors(self, gates, prev, new, factors, spare, w) -> tuple:
+        "Write what multiplies dc and dm into `factors`, steps x B x 4D; what the walk keeps"
         return _lstm_factors(gates, prev, new, factors, spare, w.w_r is not None)
 
     def reverse(self, factors, kept, dout, dstate, w, order):
+        "Walk back: `factors` become gradients at the gates' inputs, `dstate` (h, c) moves to the start"
         _lstm_reverse(factors, kept, dout, *dstate, w, order)
 
     def collect(self, da, x, prev, kept, w, sums, dx, spare):
+        "Add to `sums` from `da`, steps x B x 4D, and inputs `x`; write `dx`; both (steps*B) x I"
         da_NG = _rows(da)
         _add_mm(sums.w_i, da_NG, x)
         _add_mm(sums.w_h, da_NG, _rows(prev[0]))

@@ -122,7 +122,7 @@ class _Account:
         self.high = max(self.high, self.live + (old if size > old else 0))
 
     def _freed(self, seen):
-        del self._seen[seen.key]
+        if self._seen.get(seen.key) is seen: del self._seen[seen.key]  # else closed, or the address is taken
         self.live -= seen.counted
 
     def reset(self): self.high = self.live

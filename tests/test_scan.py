@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from gruckpt import surroundings
 from gruckpt.scan import grad_sink, plain, scan_segments
 from gruckpt.segment import Plan
 
@@ -238,6 +239,34 @@ def q02_moving_range():
             return torch.fake_quantize_per_tensor_affine(h.float(), scale, 0, -128, 127).double()
     cell, seen = gru(), Observer()
     return case(lambda xs, h: advance(cell, xs, h, seen), cell.parameters(), modules=[seen])
+
+@a_case
+def e11_instance_norm():
+    "Writes its running statistics and counts nothing"
+    cell, norm = gru(), nn.InstanceNorm1d(D, track_running_stats=True).double()
+    def step(xs, h):
+        hs, h = advance(cell, xs, h)
+        return norm(torch.cat([hs, hs + 1]).permute(1, 2, 0)) * (1 + norm.running_mean[:, None]), h
+    return case(step, cell.parameters(), modules=[norm])
+
+@a_case
+def e02_captured_generators():
+    cell, own, a, b = gru(), random.Random(1), np.random.default_rng(2), np.random.RandomState(3)
+    def change(h): return h * own.random() * a.random() * b.rand()
+    return case(lambda xs, h: advance(cell, xs, h, change), cell.parameters())
+
+@a_case
+def mask_by_length():
+    "A cache that the short last segment adds to"
+    cell, masks = gru(), {}
+    def step(xs, h):
+        if len(xs) not in masks: masks[len(xs)] = torch.full((len(xs), 1, 1), .5, dtype=F64)
+        return advance(cell, xs * masks[len(xs)], h)
+    step(x_TBI()[:3], h_BD())
+    return case(step, cell.parameters())
+
+@a_case
+def leaf_made_inside(): return gradient_inside_step()
 
 @a_case
 def spectral_norm():
@@ -685,6 +714,35 @@ def test_e09_closure_and_global():
     assert not bad
 
 
+class Ratio: value = 1.
+class Slot: __slots__ = ('value',)
+
+def scattered():
+    "A cell scaled by numbers kept in places of all kinds"
+    cell, slot, array, queue, bag = gru(), Slot(), np.ones(2), deque([1.]), {1.}
+    slot.value = Ratio.value = 1.
+    def scale(h, *, ratio=1.): return h * ratio
+    def change(h): return scale(h) * array[0] * queue[0] * sum(bag) * Ratio.value * slot.value
+    return case(lambda xs, h: advance(cell, xs, h, change), cell.parameters(),
+                array=array, queue=queue, bag=bag, slot=slot, scale=scale)
+
+SCATTERED = {
+    'array': lambda c: c.array.fill(.25), 'deque': lambda c: c.queue.appendleft(.25),
+    'set': lambda c: c.bag.add(.25),
+    'class': lambda c: setattr(Ratio, 'value', .25), 'slot': lambda c: setattr(c.slot, 'value', .25),
+    'default': lambda c: c.scale.__kwdefaults__.update(ratio=.25),
+}
+
+@pytest.mark.parametrize('change', SCATTERED)
+def test_e09_scattered(change):
+    "As in the forward pass, and afterwards as changed"
+    want, seen = measure(scattered, 'plain', 3), []
+    got = measure(scattered, 'scan', 3, between=lambda c: (SCATTERED[change](c), seen.append(c)))
+    for g, w in zip(got[1], want[1], strict=True): assert same(g, w)
+    c, = seen
+    values = c.array[0], c.queue[0], min(c.bag), Ratio.value, c.slot.value, c.scale.__kwdefaults__['ratio']
+    assert sorted(values) == [.25, 1., 1., 1., 1., 1.]
+
 # --- how a step reaches its model: counters, flags and captured tensors behind every kind of callable
 
 MODEL = None
@@ -891,7 +949,52 @@ def state_on_a_module():
     model = Stateful()
     return case(model, model.parameters())
 
-HIDDEN = [out_in_dataclass, out_in_object, state_in_dataclass, weight_cached_by_hand, state_on_a_module,
+def state_in_a_tuple_on_a_module():
+    model = nn.Module()
+    model.cell, model.hc = nn.LSTMCell(I, D).double(), (h_BD(), h_BD())
+    def step(xs, _):
+        hs = []
+        for x in xs:
+            model.hc = model.cell(x, model.hc)
+            hs.append(model.hc[0])
+        return torch.stack(hs), _
+    return case(step, model.parameters())
+
+def detached_state_on_a_module(late=False):
+    "Detached when it is left there, or when it is read"
+    model = nn.Module()
+    model.cell, model.h = gru(), h_BD()
+    def step(xs, _):
+        hs, h = advance(model.cell, xs, model.h.detach())
+        model.h = h if late else h.detach()
+        return hs, _
+    return case(step, model.parameters())
+
+def lazy_written_in_place(how):
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = gru()
+            self.register_buffer('n', None) if how == 'buffer' else setattr(self, 'n', None)
+        def forward(self, x, h):
+            if self.n is None: self.n = x.new_zeros(())
+            self.n.add_(1)
+            return self.cell(x, h) * (1 + self.n)
+    model = Lazy()
+    return case(lambda xs, h: advance(model, xs, h), model.parameters())
+
+def buffer_in_a_tuple():
+    model = Counter('add_')
+    held = (model.count,)
+    return case(lambda xs, h: advance(model, xs * held[0], h), model.parameters(), modules=[model])
+
+def lazy_buffer(): return lazy_written_in_place('buffer')
+def lazy_attribute(): return lazy_written_in_place('attribute')
+def state_detached_late(): return detached_state_on_a_module(late=True)
+
+HIDDEN = [state_in_a_tuple_on_a_module, detached_state_on_a_module, state_detached_late, lazy_buffer,
+          lazy_attribute, buffer_in_a_tuple,
+          out_in_dataclass, out_in_object, state_in_dataclass, weight_cached_by_hand, state_on_a_module,
           weight_outside,
           gradient_inside_step,
           captured_written, alias_of_a_buffer, state_written, input_written, embedding_max_norm,
@@ -919,6 +1022,65 @@ def test_inputs_that_cannot_be_cut(build):
     c = build()
     for n_segments in (1, 3):
         with pytest.raises(ValueError): scan_segments(c.step, c.xs, c.state, Plan.split(T, n_segments))
+
+NESTS = {'xs': lambda x, h: (Out(x), h, None), 'state': lambda x, h: (x, Out(h), None),
+         'array': lambda x, h: (x, np.ones(2), None), 'out': lambda x, h: (x, h, lambda xs, h: (Out(xs), h)),
+         'after': lambda x, h: (x, h, lambda xs, h: (xs, Out(h))),
+         'form': lambda x, h: (x, h, lambda xs, h: (xs, [h]))}
+@pytest.mark.parametrize('how', NESTS)
+def test_malformed_nests_whatever_the_plan(how):
+    xs, state, step = NESTS[how](*data()[:2])
+    errors = []
+    for n_segments in (1, 3):
+        with pytest.raises(ValueError) as e:
+            scan_segments(step or (lambda xs, h: (xs, h)), xs, state, Plan.split(T, n_segments))
+        errors.append(str(e.value))
+    assert errors[0] == errors[1]
+
+def middle_weight(xs, h, t, w): return xs * w if t == 3 else xs, [h.sum()]
+def middle_output(xs, h, t, w): return xs, [h.sum(), h.sum() * w if t == 3 else h.sum().detach()]
+@pytest.mark.parametrize('middle', [middle_weight, middle_output])
+def test_what_only_a_middle_segment_has(middle):
+    "A weight, or an output with a gradient, that neither the first nor the last segment knows"
+    cell, w = gru(), nn.Parameter(torch.ones((), dtype=F64))
+    def step(xs, s):
+        xs, out = middle(xs, s[0], s[1], w)
+        hs, h = advance(cell, xs, s[0])
+        return [hs.sum(), *out], (h, s[1] + len(xs))
+    outs, _ = scan_segments(step, x_TBI(), (h_BD(), 0), PLAN)
+    with pytest.raises(RuntimeError, match='segment 1'): total(outs).backward()
+
+@pytest.mark.parametrize('collect', ['attribute', 'list'])
+def test_auxiliary_loss_left_behind(collect):
+    "Collected from the model after the scan it would learn from the last segment alone"
+    model = nn.Module()
+    model.cell, model.aux = gru(), [] if collect == 'list' else None
+    def step(xs, h):
+        hs, h = advance(model.cell, xs, h)
+        if collect == 'list': model.aux.append(hs.pow(2).mean())
+        else: model.aux = hs.pow(2).mean()
+        return hs.sum(), h
+    outs, _ = scan_segments(step, *data())
+    with pytest.raises(RuntimeError, match='return it from step'):
+        (sum(outs) + sum(tree_leaves(model.aux))).backward()
+    outs, _ = scan_segments(step, *data())
+    sum(outs).backward()                                             # left there and not used: fine
+
+@pytest.mark.parametrize('n_modules', [5, 50])
+def test_unchanged_surroundings_cost_nothing_at_a_cut(n_modules, monkeypatch):
+    "Places read or written for each segment more: the same few, however many modules there are"
+    model, log, counts = nn.ModuleList([gru() for _ in range(n_modules)]), [], []
+    def step(xs, h): log.append(1); return advance(model[0], xs, h)
+    read, write = surroundings._read, surroundings._write
+    monkeypatch.setattr(surroundings, '_read', lambda p: counts.append(1) or read(p))
+    monkeypatch.setattr(surroundings, '_write', lambda p, v: counts.append(1) or write(p, v))
+    def cost(n_segments):
+        counts.clear()
+        x = torch.randn(12, B, I, dtype=F64)
+        total(scan_segments(step, x, h_BD(), Plan.split(12, n_segments))).backward()
+        return len(counts)
+    cost(3)
+    assert 0 < cost(12) - cost(6) <= 6 * 10
 
 def test_parametrize_cached():
     "A weight computed once in a `cached` block, first under no_grad"

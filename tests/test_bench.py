@@ -1,0 +1,32 @@
+"""What bench does around an optional peer: a machine without JAX, and one with it."""
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from gruckpt.bench import bench_rnn
+
+TINY = dict(batch=2, n_steps=6, hidden=4, n_layers=2, n_segments=3, dtype='float64', repeats=1, naive=False)
+
+
+def test_without_jax_its_rows_say_so(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'jax' else find(name))
+    table = bench_rnn(**TINY)
+    assert [row.note for row in table.rows] == [None] * 7 + ['not installed'] * 2
+    assert str(table).count('not installed') == 2
+    assert len(bench_rnn(**TINY, jax=False).rows) == 7
+
+
+def test_with_jax_its_switch_is_put_back():
+    jax = pytest.importorskip('jax', reason='the extra `bench` is not installed')
+    before = jax.config.jax_enable_x64
+    table = bench_rnn(**TINY)
+    assert all(row.timing for row in table.rows[-2:])
+    assert jax.config.jax_enable_x64 == before
+
+
+def test_importing_bench_loads_no_jax():
+    code = 'import sys, gruckpt.bench; sys.exit("jax" in sys.modules)'
+    assert subprocess.run([sys.executable, '-c', code]).returncode == 0

@@ -1,0 +1,274 @@
+"""Byte counts against meter and shadow over a grid that does not fit a page, plans against a full search."""
+import gc
+import itertools
+import random
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gruckpt.budget import GPUS, DoesNotFit, Ledger, estimate, estimate_any, fit, max_batch, what_fits
+from gruckpt.lm import GRULM, GRUSpec
+from gruckpt.meter import Meter, human, nbytes, parse_bytes, shadow
+from gruckpt.segment import Plan
+from gruckpt.text import Batch
+from gruckpt.train import TrainConfig, Trainer
+
+MAKE = {'sgd': lambda ps: torch.optim.SGD(ps, lr=.1),
+        'momentum': lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9),
+        'adamw': lambda ps: torch.optim.AdamW(ps, fused=True),
+        'amsgrad': lambda ps: torch.optim.AdamW(ps, fused=True, amsgrad=True),
+        'adamw foreach': lambda ps: torch.optim.AdamW(ps, foreach=True),
+        'adamw loop': lambda ps: torch.optim.AdamW(ps, foreach=False)}
+DTYPES = {'pure bfloat16': torch.bfloat16, 'float64': torch.float64}
+PRECISIONS = ['float32', 'bfloat16', 'pure bfloat16', 'float64']
+V3A = GRUSpec(vocab_size=100, hidden=2048, norm='state', reset='before')
+
+
+def configs(n=96, seed=7):
+    "Spec, batch, plan, optimizer, precision: every value of each, T not a multiple of S, 1 to T segments"
+    coin = random.Random(seed)
+    forms = itertools.cycle(itertools.product((None, 'state'), ('after', 'before')))
+    for i in range(n):
+        norm, reset = next(forms)
+        L, T = coin.choice((1, 2, 3, 4)), coin.choice((1, 2, 5, 12, 37, 70))
+        spec = GRUSpec(coin.choice((2, 30, 500)), coin.choice((4, 16, 40)), L, norm=norm, reset=reset,
+                       dropout=coin.choice((0., .3)) if L > 1 else 0.)
+        S = coin.choice([s for s in (1, 2, 3, 5, 33, T//2, T - 1, T) if 1 <= s <= T and T/s <= 40])
+        plan = Plan(T, S, ('hidden', 'gates')[i % 2])
+        yield spec, coin.choice((1, 2, 7, 20, 64)), plan, list(MAKE)[i % 6], PRECISIONS[i // 6 % 4]
+
+
+def train_step(model, opt, batch, state, plan, half):
+    with Meter.phase('forward'), torch.autocast('cpu', torch.bfloat16, enabled=half):
+        loss, state = model.loss(batch, state, plan=plan)
+    with Meter.phase('backward'): loss.backward()
+    with Meter.phase('update'):
+        grads = [p.grad for p in model.parameters()]
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        torch.stack([torch.linalg.vector_norm(g, dtype=wide) for g in grads]).norm()
+        torch._foreach_mul_(grads, .5)
+        opt.step()
+    return loss, state
+
+
+def batch_of(spec, B, T): return Batch(*(torch.randint(spec.vocab_size, (B, T)) for _ in 'xy'), fresh=True)
+
+
+def subject(spec, B, optimizer, precision):
+    torch.manual_seed(0)
+    model = GRULM(spec).to(DTYPES.get(precision, torch.float32))
+    return model, MAKE[optimizer](model.parameters()), model.init_state(B)
+
+
+@pytest.mark.parametrize('config', configs(), ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]}')
+def test_count_is_meter(config):
+    "Every phase of the first and of a later step, to the byte"
+    spec, B, plan, optimizer, precision = config
+    model, opt, state = subject(spec, B, optimizer, precision)
+    for first in (True, False):
+        batch = batch_of(spec, B, plan.n_steps)
+        opt.zero_grad()
+        with Meter(model, opt, batch, state) as meter:
+            _, after = train_step(model, opt, batch, state, plan, precision == 'bfloat16')
+        ledger = estimate(spec, B, plan, optimizer=optimizer, precision=precision, first=first)
+        assert meter.phases == ledger.phases and meter.peak == ledger.peak
+        state, after = after, None
+
+
+@pytest.mark.parametrize('config', [c for c in configs() if c[2].n_segments <= 12 and c[2].n_steps <= 37],
+                         ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]}')
+def test_count_is_shadow(config):
+    spec, B, plan, optimizer, precision = config
+    model, opt, state = subject(spec, B, optimizer, precision)
+    batch = batch_of(spec, B, plan.n_steps)
+    held = nbytes((model, batch, state))
+    dark = shadow(train_step, model, opt, batch, state, plan, precision == 'bfloat16')
+    ledger = estimate(spec, B, plan, optimizer=optimizer, precision=precision, first=True)
+    assert {p: n + held for p, n in dark.phases.items()} == ledger.phases
+
+
+def test_the_grids_are_large_enough():
+    assert len(list(configs())) >= 60
+    assert len([c for c in configs() if c[2].n_segments <= 12 and c[2].n_steps <= 37]) >= 60
+    assert {c[2].n_segments for c in configs()} >= {1, 2, 3}
+    assert any(c[2].n_steps % c[2].seg_len for c in configs())
+
+
+class Same:
+    "A stream of one batch with storage of its own, for ever"
+    epoch = 0
+    def __init__(self, batch): self.batch = batch
+    def __iter__(self):
+        while True: yield self.batch
+
+
+@pytest.mark.parametrize('plan', [Plan(13, 13), Plan(13, 5), Plan(13, 4, 'gates')], ids=str)
+def test_the_trainer_steps_as_counted(plan):
+    spec = GRUSpec(30, 16, 2)
+    torch.manual_seed(0)
+    batch = Batch(*batch_of(spec, 3, 13)[:2], fresh=False)
+    trainer = Trainer(GRULM(spec), Same(batch), TrainConfig(max_steps=3, measure_every=1), plan)
+    _, second, third = (o.peak_measured for o in trainer.steps())
+    assert second == third == estimate(spec, 3, plan).peak                                      # B15 too
+
+
+def test_never_below_with_a_state_made_inside():
+    "The first batch of a row brings no state: what is made inside is what is counted"
+    spec, plan = GRUSpec(30, 16, 2), Plan(13, 5)
+    model, opt, _ = subject(spec, 3, 'adamw', 'float32')
+    batch = batch_of(spec, 3, 13)
+    with Meter(model, opt, batch) as meter: train_step(model, opt, batch, None, plan, False)
+    counted = estimate(spec, 3, plan, first=True).peak
+    assert counted * .99 <= meter.peak <= counted
+
+
+def search(spec, batch, n_steps, limit, **how):
+    "The fastest plan that fits, by looking at all, one by one"
+    plans = [Plan(n_steps, s, keep) for keep in ('gates', 'hidden') for s in range(n_steps, 0, -1)]
+    return next((p for p in plans if estimate(spec, batch, p, **how).total <= limit), None)
+
+
+@pytest.mark.parametrize('spec', [GRUSpec(40, 24, 2), GRUSpec(500, 8, 1, norm='state')], ids=str)
+@pytest.mark.parametrize('n_steps', [1, 2, 9, 40])
+@pytest.mark.parametrize('how', [{}, dict(precision='bfloat16', device='cuda'), dict(optimizer='sgd')],
+                         ids=str)
+def test_fit_is_optimal(spec, n_steps, how):
+    every = [estimate(spec, 5, Plan(n_steps, s, k), **how).total
+             for s in range(1, n_steps + 1) for k in ('hidden', 'gates')]
+    low, high = int(min(every)), int(max(every))
+    for limit in sorted({low - 1, low, *(low + (high - low)*i//7 for i in range(8))}):
+        best = search(spec, 5, n_steps, limit, **how)
+        if best is not None: assert fit(spec, 5, n_steps, limit, **how) == best
+        else:
+            with pytest.raises(DoesNotFit): fit(spec, 5, n_steps, limit, **how)
+
+
+@pytest.mark.parametrize('plan', [None, Plan(64, 64), Plan(64, 10, 'gates')], ids=str)
+@pytest.mark.parametrize('limit', ['600KB', '1MiB', '10MiB', '100MiB'])
+def test_one_more_does_not_fit(plan, limit):
+    spec, n = GRUSpec(40, 32, 2), parse_bytes(limit)
+    b = max_batch(spec, 64, limit, plan)
+    def least(b): return min(estimate(spec, b, p).total for p in ([plan] if plan else
+                                                                  [Plan(64, s) for s in range(1, 65)]))
+    assert (b == 0 or least(b) <= n) and n < least(b + 1)
+
+
+def test_B01_units():
+    assert parse_bytes('16GiB') == 17179869184 != parse_bytes('16GB') == 16_000_000_000
+    assert parse_bytes('16384MiB') == parse_bytes('16G') == parse_bytes('16GiB')
+    assert GPUS['T4'].total == 17179869184 > GPUS['T4'].usable
+    assert parse_bytes(human(GPUS['T4'].total)) == GPUS['T4'].total
+
+
+def test_B02_bytes_a_parameter():
+    def persistent(**how):
+        terms = estimate(V3A, 1, Plan(2, 1), **how).moments['update: optimizer']
+        return (terms['weights'] + terms['gradients'] + terms.get('optimizer', 0)) / V3A.n_params
+    for how, n in ((dict(), 16), (dict(precision='bfloat16'), 16), (dict(precision='pure bfloat16'), 8),
+                   (dict(optimizer='sgd'), 8), (dict(optimizer='amsgrad'), 20)):
+        assert abs(persistent(**how) - n) < 1e-5
+
+
+def test_B03_foreach_copies_the_parameters():
+    peaks = {o: estimate(V3A, 1, Plan(2, 1), optimizer=o).phases['update']
+             for o in ('adamw', 'adamw loop', 'adamw foreach')}
+    assert abs(peaks['adamw foreach'] / (peaks['adamw'] + 4*V3A.n_params) - 1) < 1e-4
+    assert peaks['adamw'] < peaks['adamw loop'] < peaks['adamw foreach']
+
+
+def test_B04_the_peak_is_a_maximum():
+    spec = GRUSpec(100, 256, 1)
+    peaks = [estimate(spec, B, Plan(1, 1), optimizer='adamw foreach') for B in (1, 2, 4, 512)]
+    assert [o.at.split(':')[0] for o in peaks] == ['update'] * 3 + ['backward']
+    assert len({o.peak - 3 * 1024 * B for o, B in zip(peaks[:3], (1, 2, 4), strict=True)}) <= 3
+    first = estimate(spec, 1, Plan(1, 1), first=True)
+    assert not any('optimizer' in t for m, t in first.moments.items() if not m.startswith('update'))
+    assert 0 <= estimate(spec, 1, Plan(1, 1)).phases['update'] - first.phases['update'] <= 8*len(spec.sizes)
+
+
+def test_B05_B06_what_a_device_adds_stands_apart():
+    plan = Plan(4096, 64)
+    spec = GRUSpec(50, 8)
+    cpu, cuda = (estimate(spec, 8, plan, device=d) for d in ('cpu', 'cuda'))
+    assert cpu.peak == cuda.peak and cpu.total == cpu.peak
+    assert set(cuda.beside) == {'allocator rounding', 'library workspace', 'allocator reserve'}
+    assert cuda.total == cuda.peak + sum(cuda.beside.values())
+    assert cuda.beside['allocator rounding'] >= 511 * (4*len(spec.sizes) + plan.n_segments)
+
+
+def test_B08_half_is_not_half():
+    spec = GRUSpec(100, 1024)
+    whole, half = (estimate(spec, 1, Plan(2, 2), precision=p).peak for p in ('float32', 'bfloat16'))
+    assert half > whole                                           # weight copies, and little to halve
+
+
+def test_B09_counts_are_parameters():
+    for spec in (V3A, GRUSpec(30, 8, 4), GRUSpec(30, 8, 2, norm='output')):
+        assert sum(spec.sizes) == spec.n_params
+    tied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    tied[1].weight = tied[0].weight
+    ledger = estimate_any(tied, torch.zeros(3, dtype=torch.long), lambda model, ids: model(ids).sum())
+    assert ledger.terms['weights and buffers'] == 4 * sum(p.numel() for p in tied.parameters())
+
+
+def test_B10_buckets():
+    one, two = (estimate(V3A, 8, Plan(8, 2), world_size=n).peak for n in (1, 2))
+    assert two - one == 4 * V3A.n_params
+
+
+def test_B11_logits():
+    spec = GRUSpec(vocab_size=20_000, hidden=64)
+    whole = estimate(spec, 8, Plan(512, 512))
+    assert whole.terms['logits'] == 3 * 327_680_000 and whole.at == 'backward: loss, the only segment'
+    peaks = [estimate(spec, 8, Plan.split(512, k)).peak for k in (1, 2, 4, 8, 16, 512)]
+    assert peaks[:5] == sorted(peaks[:5], reverse=True) and peaks[0] > 6 * peaks[4]
+    with pytest.raises(DoesNotFit, match='more segments do not help'): fit(spec, 8, 512, '40MB')
+
+
+def test_B13_nothing_is_kept_of_a_failed_probe():
+    model = nn.Linear(4, 4)
+    before = [p.clone() for p in model.parameters()]
+    def fails(model, x):
+        raise RuntimeError('out of memory')
+    x = torch.zeros(2, 4)
+    with pytest.raises(RuntimeError, match='out of memory'): estimate_any(model, x, fails)
+    alive = weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is None and all(map(torch.equal, before, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_does_not_fit_says_so():
+    with pytest.raises(DoesNotFit) as e: fit(V3A, 64, 512, '1.2GiB')
+    assert 'fits in 1.20 GiB' in str(e.value) and '\n' not in str(e.value)
+    for name, value in e.value.changes.items():
+        how = {name: value} if name in ('precision', 'optimizer') else {}
+        spec = replace(V3A, **{name: value}) if name in ('hidden', 'n_layers') else V3A
+        B, T = (value if name == 'batch' else 64), (value if name == 'steps' else 512)
+        assert fit(spec, B, T, '1.2GiB', **how)
+
+
+def test_what_fits_grows_with_the_limit():
+    spec = GRUSpec(40, 32, 2)
+    small, large = (what_fits(spec, n, batch=4, n_steps=32) for n in ('1MiB', '4MiB'))
+    assert all(small[f][k] < large[f][k] for f in small for k in small[f])
+
+
+@pytest.mark.parametrize('wrong, says', [
+    (dict(optimizer='adam'), 'optimizer must be one of'), (dict(device='tpu'), 'device must be one of'),
+    (dict(batch=0), 'batch must be an integer of at least 1, got 0'), (dict(precision='int8'), 'one of'),
+    (dict(spec=GRUSpec(9, 8, norm='output')), 'use estimate_any')], ids=str)
+def test_wrong_questions(wrong, says):
+    with pytest.raises(ValueError, match=says): estimate(**dict(spec=V3A, batch=2, plan=Plan(4, 2)) | wrong)
+
+
+def test_a_ledger_prints():
+    ledger = Ledger({'forward: x': {'weights': 2**20, 'logits': 1}}, {'context': 512})
+    assert [line.split() for line in str(ledger).splitlines()] == [
+        ['forward:', 'x'], ['weights', '1.00', 'MiB'], ['logits', '1', 'B'], ['sum', '1.00', 'MiB'],
+        ['context', '512', 'B']]
+    assert ledger._repr_markdown_().splitlines()[1] == '|---|---:|'

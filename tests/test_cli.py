@@ -1,0 +1,194 @@
+"""The commands as processes: exit codes, one line on stderr, killed runs that go on to the bit."""
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+import torch
+import typer
+
+from gruckpt.cli import app, main
+
+TEXT = ''.join(f'{i % 100:02} ' for i in range(1334))[:4000]
+MODEL = ('--hidden', '24', '--layers', '2', '--dropout', '0.1', '--batch', '8', '--steps', '32',
+         '--lr', '1e-2')
+HERE = ('--threads', '1', '--device', 'cpu', '--quiet')
+TRAIN = ('train-lm', '--text', 'text.txt', *HERE)
+
+
+def starter(folder):
+    "A function that starts a command in a folder, and waits for it unless told otherwise."
+    (folder/'text.txt').write_text(TEXT)
+    def start(*args, wait=True, code=None):
+        command = [sys.executable, *(('-c', code) if code else ('-m', 'gruckpt.cli')), *map(str, args)]
+        p = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if not wait: return p
+        out, err = p.communicate(timeout=120)
+        return p.returncode, out, err
+    start.folder = folder
+    return start
+
+
+@pytest.fixture
+def run(tmp_path): return starter(tmp_path)
+
+
+def train(run, out, *args, **kw): return run(*TRAIN, *MODEL, '--out', out, *args, **kw)
+
+
+def telemetry(run, out='a'):
+    "What no repetition changes: every column but the speed, and evaluations, which come where a run ends."
+    seen = pd.read_csv(run.folder/out/'telemetry.csv', keep_default_na=False)
+    return seen.drop(columns=['tokens_per_s', 'eval_loss', 'eval_bpb', 'eval_top1'])
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory):
+    "Sixty steps that nothing interrupted: telemetry and last weights."
+    run = starter(tmp_path_factory.mktemp('straight'))
+    assert train(run, 'a', '--max-steps', 60, '--save-every', 20) == (0, '', '')
+    return telemetry(run), *(torch.load(run.folder/'a'/f'step-{n:08}.pt')['model'] for n in (40, 60))
+
+
+def wait_for(run, out, step, p):
+    "Wait until the run has written the row of a step."
+    path = run.folder/out/'telemetry.csv'
+    for _ in range(1200):
+        if path.exists() and path.read_text().count('\n') > step: return
+        assert p.poll() is None, p.stderr.read()
+        time.sleep(0.05)
+    pytest.fail(f'step {step} was not reached')
+
+
+# ---- what is wrong ----
+
+@pytest.mark.parametrize('data, option, said', [
+    (b'abc', (), '32 steps need 33'),
+    ('hello'.encode('utf-16') * 900, (), 'is not UTF-8: byte 0xff at offset 0'),
+    (TEXT.encode(), ('--segments', '0'), '--segments must be in 1..32 (--steps), got 0'),
+    (TEXT.encode(), ('--lr', '-1'), 'lr must be a number above 0, got -1')])
+def test_wrong_input_is_one_line(run, data, option, said):
+    "In processes of their own; the page of the command line has the long list."
+    (run.folder/'text.txt').write_bytes(data)
+    code, out, err = train(run, 'new/run', *option)
+    assert (code, out, err.count('\n')) == (2, '', 1) and said in err and 'Traceback' not in err
+    assert not (run.folder/'new').exists()
+
+
+def test_a_run_is_neither_overwritten_nor_continued_as_another(run, capsys, monkeypatch):
+    assert train(run, 'a', '--max-steps', 3) == (0, '', '')
+    monkeypatch.chdir(run.folder)
+    before = {o.name: o.read_bytes() for o in (run.folder/'a').iterdir()}
+    (run.folder/'other.txt').write_text(TEXT.replace('7', 'x'))
+    for args, said in (((), 'has a run already'), (('--resume', '--hidden', '32'), 'hidden was 24, is 32'),
+                       (('--resume', '--batch', '9'), 'batch was 8, is 9'),
+                       (('--resume', '--text', 'other.txt'), "only known: '7' (U+0037 DIGIT SEVEN)")):
+        assert main([*TRAIN, '--out', 'a', *args]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count('\n')) == ('', 1) and said in err
+        assert {o.name: o.read_bytes() for o in (run.folder/'a').iterdir()} == before
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_run(run):
+    code = '''
+import sys
+from gruckpt import train
+from gruckpt.cli import main
+def full(state, f):
+    f.write(b'PK')
+    raise OSError(28, 'No space left on device')
+usual = train.torch.save
+train.torch.save = lambda state, f: (full if state['step'] == 4 else usual)(state, f)
+sys.exit(main(sys.argv[1:]))
+'''
+    args = ('--max-steps', 6, '--save-every', 2)
+    assert train(run, 'a', *args, code=code) == (1, '', 'gruckpt: input or output: No space left on device\n')
+    assert sorted(o.name for o in (run.folder/'a').glob('step-*')) == ['step-00000000.pt', 'step-00000002.pt']
+    assert train(run, 'a', *args, '--resume') == (0, '', '')
+    assert telemetry(run).step.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_every_help_ends_well(run, capsys):
+    "C02, for every command there is, however deep."
+    def paths(command, *path):
+        yield path
+        for name, sub in getattr(command, 'commands', {}).items(): yield from paths(sub, *path, name)
+    known = list(paths(typer.main.get_command(app)))
+    assert {(), ('train-lm',), ('generate',)} <= set(known)
+    for path in known: assert main([*path, '--help']) == 0 and 'Usage: gruckpt' in capsys.readouterr().out
+    code, out, err = run('--help')
+    assert (code, err) == (0, '') and 'train-lm' in out
+
+
+# ---- a run that ends early goes on to the bit ----
+
+def test_straight_or_in_two_processes(run, straight):
+    "R01: stopped in mid-epoch, dropout on; the second process is told nothing but where and how far."
+    assert train(run, 'a', '--max-steps', 7) == (0, '', '')
+    assert run(*TRAIN, '--out', 'a', '--max-steps', 40, '--resume') == (0, '', '')
+    seen, (rows, weights, _) = telemetry(run), straight
+    assert seen.equals(rows.head(40)) and seen.epoch[6] == seen.epoch[7] < seen.epoch[39]
+    now = torch.load(run.folder/'a'/'step-00000040.pt')['model']
+    assert all(torch.equal(now[k], w) for k, w in weights.items())
+
+
+@pytest.mark.parametrize('number, code', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_ends(run, straight, number, code):
+    p = train(run, 'a', '--max-steps', 10**6, wait=False)
+    wait_for(run, 'a', 5, p)
+    p.send_signal(number)
+    out, err = p.communicate(timeout=60)
+    seen = telemetry(run)
+    file = os.path.join('a', f'step-{len(seen):08}.pt')
+    assert (p.returncode, out) == (code, '') and (run.folder/file).exists()
+    assert err == f'gruckpt: stopped after step {len(seen)}, {file} is saved; go on with --resume\n'
+    assert seen.head(60).equals(straight[0].head(len(seen)))
+
+
+def test_killed_at_any_moment_it_goes_on(run, straight):
+    "SIGKILL, three times, in a run that saves every step: no file is lost, the end is the unbroken run's."
+    for step in 2, 15, 30:
+        resume = ['--resume'] if step > 2 else []
+        p = train(run, 'a', '--save-every', 1, '--max-steps', 60, *resume, wait=False)
+        wait_for(run, 'a', step, p)
+        p.kill()
+        p.communicate()
+        assert p.returncode == -signal.SIGKILL
+    assert train(run, 'a', '--save-every', 1, '--max-steps', 60, '--resume') == (0, '', '')
+    assert telemetry(run).equals(straight[0])
+    assert sorted(o.name for o in (run.folder/'a').iterdir()) == [
+        'loss.png', 'step-00000059.pt', 'step-00000060.pt', 'telemetry.csv']
+
+
+@pytest.mark.parametrize('moment', ['write', 'replace'])
+def test_killed_in_the_middle_of_a_save(run, straight, moment):
+    "R03 through the command: the file before is intact, nothing half-written has a checkpoint's name."
+    code = '''
+import os, signal, sys
+from gruckpt import train
+from gruckpt.cli import main
+moment, *args = sys.argv[1:]
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+save, replace = train.torch.save, os.replace
+def stop(state, f):
+    if moment == 'write' and state['step'] == 6:
+        f.write(b'PK' + bytes(9000))
+        f.flush()
+        die()
+    save(state, f)
+def rename(a, b):
+    if moment == 'replace' and str(b).endswith('6.pt'): die()
+    replace(a, b)
+train.torch.save, os.replace = stop, rename
+sys.exit(main(args))
+'''
+    args = (*TRAIN, *MODEL, '--out', 'a', '--max-steps', 9, '--save-every', 3)
+    assert run(moment, *args, code=code)[0] == -signal.SIGKILL
+    left = sorted(o.name for o in (run.folder/'a').glob('step-*'))
+    assert left == ['step-00000000.pt', 'step-00000003.pt', 'step-00000006.pt.part']
+    assert run(*args, '--resume') == (0, '', '')
+    assert telemetry(run).equals(straight[0].head(9))
+    assert sorted(o.name for o in (run.folder/'a').glob('step-*')) == ['step-00000006.pt', 'step-00000009.pt']
