@@ -190,12 +190,18 @@ def _straight(function, preserve_rng_state, context_fn, *args, **kwargs):
     "In place of torch's generator around a non-reentrant call: the caller's forward context, nothing else"
     with context_fn()[0]: yield
 
+def _straight_impl(function, args, kwargs, *, context_fn=torch_checkpoint.noop_context_fn, **how):
+    "The same for torch 2.14, where the generator is called under another name, arguments apart"
+    with context_fn()[0]: yield
+
 
 @contextmanager
 def _no_recompute():
     "Inside it, torch's checkpoints and `scan_segments` run as plain autograd"
-    swaps = {id(torch_checkpoint.CheckpointFunction): _Straight,
-             id(torch_checkpoint._checkpoint_without_reentrant_generator): _straight}
+    straight = {'CheckpointFunction': _Straight, '_checkpoint_without_reentrant_generator': _straight,
+                '_checkpoint_without_reentrant_generator_impl': _straight_impl}   # the last from 2.14 on
+    theirs = vars(torch_checkpoint)
+    swaps = {id(theirs[name]): ours for name, ours in straight.items() if name in theirs}
     spaces = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     held = [(space, name, value) for space in spaces for name, value in list(space.items())
             if id(value) in swaps]
