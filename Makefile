@@ -3,7 +3,7 @@ SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup data demo test fresh lint nbtest site pytest docs kernel lab bench clean
+.PHONY: help setup data data-wide demo test fresh lint nbtest site pytest docs kernel lab bench clean
 
 VENV  ?= .venv
 # torch goes in first and alone, by version: a range would take a build for another machine
@@ -16,7 +16,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 READY := $(VENV)/ready-$(shell (cat settings.ini setup.py pyproject.toml; echo '$(TORCH)') | cksum | tr ' ' -)
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## .venv with torch (TORCH="torch==..."), this package and its tools
 $(READY):
@@ -26,8 +26,12 @@ $(READY):
 	pip install --quiet --no-compile --editable '.[dev]' --config-settings editable_mode=compat
 	rm -f $(VENV)/ready-* && touch $@
 
-data: setup ## the texts that demo trains on, into data/
-	python tools/get_data.py
+data: setup ## the plays and the hourly bars to train on, into data/
+	python tools/get_data.py plays
+	-python tools/get_data.py bars
+
+data-wide: setup ## 234 load profiles (simbench, ODbL, 91 MB to fetch), into data/loads.parquet
+	python tools/get_data.py loads
 
 demo: setup data ## train GRU-L3 on plays, about two minutes on two cores; predicted and measured bytes
 	python tools/demo.py

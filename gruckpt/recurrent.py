@@ -16,7 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import PackedSequence
 
-from .cells import NORM_EPS, CellWeights, GRUCell, LSTMCell, NormedGRUCell, loop
+from .cells import (NORM_EPS, CellWeights, GRUCell, LSTMCell, NormedGRUCell, loop, norm_rows,
+                           norm_rows_back)
 from .scan import grad_sink, is_plain, scan_segments
 from .segment import Plan
 
@@ -60,6 +61,7 @@ class _Job:
     flipped: bool           # runs against the order of time
     drop: _Drop|None        # dropout on its input
     dtype: torch.dtype      # of the arithmetic
+    top: bool = False       # is it the last of its stack?
 
     def chunks(self, T:int, B:int) -> list:
         "(start, stop) of the chunks in the order of computation"
@@ -74,9 +76,10 @@ class _Job:
         early, late = [s[a:b] for s in states], [s[a + 1:b + 1] for s in states]
         return (late, early) if self.flipped else (early, late)
 
-    def x(self, x, a:int, b:int) -> torch.Tensor:
-        "Rows of the input of the steps a to b, in the arithmetic's dtype, dropout applied"
+    def x(self, x, a:int, b:int, gain=None) -> torch.Tensor:
+        "Rows of the input of the steps a to b, in the arithmetic's dtype, normed if there is a gain, dropped"
         part = x[a:b].to(self.dtype)
+        if gain is not None: part = norm_rows(part, gain)
         if self.drop: part = part * self.drop.scale(a, torch.empty_like(part))
         return part.reshape(-1, x.shape[-1])
 
@@ -98,7 +101,7 @@ def _layer_forward(
     x:torch.Tensor,     # T x B x I
     state:list,         # initial states, each B x width
     w:CellWeights,      # in the arithmetic's dtype
-) -> tuple:             # (states, each T+1 x B x width; gates or None)
+) -> tuple:             # (states, each T+1 x B x width; all gates, or with keep='hidden' the last chunk's)
     "Run a layer over all its steps"
     (T, B), cell, H = x.shape[:2], job.cell, w.w_h.shape[0] // job.cell.n_gates
     states = [s.new_empty(T + 1, *s.shape, dtype=job.dtype) for s in state]
@@ -108,9 +111,9 @@ def _layer_forward(
     gates = x.new_empty(T if job.keep == 'gates' else longest, B, cell.n_slots * H, dtype=job.dtype)
     for a, b in chunks:
         part = gates[a:b] if job.keep == 'gates' else gates[:b - a]
-        cell.project(job.x(x, a, b), w, bias, part)
+        cell.project(job.x(x, a, b, w.x_gain), w, bias, part)
         cell.advance(part, *job.views(states, a, b), w, job.order(b - a))
-    return states, gates if job.keep == 'gates' else None
+    return states, gates
 
 # %% ../nbs/05_recurrent.ipynb #19e838fb
 def _sum_of(t:torch.Tensor|None, wanted:bool, sink) -> torch.Tensor|None:
@@ -130,29 +133,38 @@ def _layer_backward(
     dstate:list,                # gradients at the final states; at the initial ones afterwards
     sums:CellWeights,           # weight gradients, added to
     dx:torch.Tensor|None,       # T x B x I, written
+    room=None,                  # the gates of the last chunk, if they are there; written over
 ):
     "Walk a layer back over all its steps"
     (T, B), cell, H = x.shape[:2], job.cell, w.w_h.shape[0] // job.cell.n_gates
     bias, chunks = cell.bias(w), job.chunks(T, B)
     longest = max(b - a for a, b in chunks)
-    room = x.new_empty(longest, B, cell.n_slots * H, dtype=job.dtype)
+    there = None if room is None else chunks[-1]
+    if room is None: room = x.new_empty(longest, B, cell.n_slots * H, dtype=job.dtype)
     spare = x.new_empty(cell.n_spare, longest, B, H, dtype=job.dtype)
     for a, b in reversed(chunks):
-        n, x_NI, (prev, new) = b - a, job.x(x, a, b), job.views(states, a, b)
+        n, x_NI, (prev, new) = b - a, job.x(x, a, b, w.x_gain), job.views(states, a, b)
         part, some = room[:n], spare[:, :n]
-        if gates is None:
+        if gates is None and (a, b) != there:
             cell.project(x_NI, w, bias, part)
-            cell.rebuild(part, prev, new, w)
+            cell.rebuild(part, prev, new, w, some[0])
         kept = cell.factors(part if gates is None else gates[a:b], prev, new, part, some, w)
         cell.reverse(part, kept, None if dout is None else dout[a:b], dstate, w, reversed(job.order(n)))
-        direct = dx is None or (job.drop is None and dx.dtype == job.dtype)
-        into = None if dx is None else dx[a:b] if direct else torch.empty_like(dx[a:b], dtype=job.dtype)
+        direct = dx is not None and job.drop is None and w.x_gain is None and dx.dtype == job.dtype
+        into = dx[a:b] if direct else None if dx is None and sums.x_gain is None else torch.empty_like(x_NI)
         cell.collect(part, x_NI, prev, kept, w, sums, into if into is None else into.view(x_NI.shape), some)
-        if not direct and job.drop: into.mul_(job.drop.scale(a, torch.empty_like(into)))
-        if not direct: dx[a:b].copy_(into)
+        if not direct and into is not None: _to_input(job, x, a, b, into, w.x_gain, sums.x_gain, dx)
         del x_NI, kept, into     # before the next chunk makes its own
 
+def _to_input(job:_Job, x, a:int, b:int, into_NI, gain, total, dx):
+    "Gradients at the rows that the cell saw become those at the input's steps a to b"
+    if job.drop: into_NI.mul_(job.drop.scale(a, into_NI.new_empty(b - a, *x.shape[1:])).view(into_NI.shape))
+    if gain is not None: norm_rows_back(x[a:b].to(job.dtype).reshape(into_NI.shape), gain, into_NI, total)
+    if dx is not None: dx[a:b].copy_(into_NI.view(b - a, *x.shape[1:]))
+
 # %% ../nbs/05_recurrent.ipynb #16d5b62f
+_ONCE = 'second derivatives do not pass through this layer; use torch.nn.GRU or LSTM'
+
 class _Layer(torch.autograd.Function):
     "One layer and direction as one node of the graph"
     @staticmethod
@@ -162,15 +174,17 @@ class _Layer(torch.autograd.Function):
         w, state = tensors[:n_weights], tensors[n_weights:]
         with torch.autocast(x.device.type, enabled=False):
             states, gates = _layer_forward(job, x, state, _cast(CellWeights(*w), job.dtype, ctx.sink))
-        ctx.save_for_backward(x, *w, *states, *([] if gates is None else [gates]))
+        at_once = job.top and ctx.sink is not None and ctx.sink.again
+        ctx.room = gates if at_once and job.keep == 'hidden' else None
+        ctx.save_for_backward(x, *w, *states, *([gates] if job.keep == 'gates' else []))
+        del gates
         T = x.shape[0]
         out = states[0][:T] if job.flipped else states[0][1:]
         return out, *[s[0 if job.flipped else T].clone() for s in states]
 
     @staticmethod
     def backward(ctx, dout, *dstate):
-        if torch.is_grad_enabled():
-            raise RuntimeError('second derivatives do not pass through this layer; use torch.nn.GRU or LSTM')
+        if torch.is_grad_enabled(): raise RuntimeError(_ONCE)
         job, n = ctx.job, ctx.n_weights
         x, *rest = ctx.saved_tensors
         w, states, gates = rest[:n], rest[n:n + job.cell.n_states], rest[n + job.cell.n_states:]
@@ -178,8 +192,8 @@ class _Layer(torch.autograd.Function):
         sums = [_sum_of(t, wanted, ctx.sink) for t, wanted in zip(w, ctx.needs_input_grad[3:])]
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[2] else None
         cast = _cast(CellWeights(*w), job.dtype, ctx.sink)
-        gates = gates[0] if gates else None
-        _layer_backward(job, x, states, gates, cast, dout, dstate, CellWeights(*sums), dx)
+        gates, room, ctx.room = gates[0] if gates else None, ctx.room, None
+        _layer_backward(job, x, states, gates, cast, dout, dstate, CellWeights(*sums), dx, room)
         own = [None if s is None or (ctx.sink and t.is_leaf) else s.to(t.dtype) for s, t in zip(sums, w)]
         return None, None, dx, *own, *dstate
 
@@ -248,41 +262,74 @@ class _Recurrent(nn.Module):
         shown = [f', {k}={getattr(self, k)!r}' for k, v in _SHOWN.items() if getattr(self, k) != v]
         return f'{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}' + ''.join(shown)
 
+# %% ../nbs/05_recurrent.ipynb #9b2f8f7e
+class _Normed(torch.autograd.Function):
+    "RMSNorm of what a stack puts out, T x B x D; keeps what came in, which the layer below has kept anyway"
+    @staticmethod
+    def forward(ctx, x, gain):
+        ctx.sink = grad_sink()
+        ctx.save_for_backward(x, gain)
+        y, w = torch.empty_like(x, memory_format=torch.contiguous_format), _gain_in(gain, x.dtype, ctx.sink)
+        for a, b in _stretches(*x.shape[:2]): norm_rows(x[a:b], w, out=y[a:b])
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled(): raise RuntimeError(_ONCE)
+        x, gain = ctx.saved_tensors
+        w, total = _gain_in(gain, x.dtype, ctx.sink), _sum_of(gain, ctx.needs_input_grad[1], ctx.sink)
+        dx = dy.clone(memory_format=torch.contiguous_format)
+        for a, b in _stretches(*x.shape[:2]):
+            norm_rows_back(x[a:b].flatten(0, 1), w, dx[a:b].flatten(0, 1), total)
+        own = None if total is None or (ctx.sink and gain.is_leaf) else total.to(gain.dtype)
+        return dx if ctx.needs_input_grad[0] else None, own
+
+def _gain_in(gain, dtype, sink): return _cast(CellWeights(None, None, gain=gain), dtype, sink).gain
+def _stretches(T:int, B:int) -> list:
+    "(start, stop) of chunks of all steps"
+    n = min(_default_chunk(B), T)
+    return [(a, min(a + n, T)) for a in range(0, T, n)]
+
+def _normed(x, gain):
+    if is_plain(): return F.rms_norm(x, x.shape[-1:], gain.to(x.dtype), NORM_EPS)
+    return _Normed.apply(x, gain)
+
 # %% ../nbs/05_recurrent.ipynb #5c248fc3
-def _weights_of(rnn:_Recurrent, k:int, d:int) -> list:
+def _weights_of(rnn:_Recurrent, k:int, d:int, x_gain) -> list:
     "The tensors of `CellWeights` for layer k, direction d"
     def get(name): return getattr(rnn, _named(name, k, d), None)
     return [get('weight_ih'), get('weight_hh'), get('bias_ih'), get('bias_hh'),
-            get('norm') if rnn.norm == 'state' else None, get('weight_hr')]
+            get('norm') if rnn.norm == 'state' else None, get('weight_hr'), x_gain]
 
 def _plain_layer(job:_Job, x, state:list, w:list) -> list:
     "What `_Layer` computes, as a loop that autograd follows"
     x, state = x.to(job.dtype), [s.to(job.dtype) for s in state]
-    if job.drop: x = x * job.drop.scale(0, torch.empty_like(x, memory_format=torch.contiguous_format))
     w = CellWeights(*[t if t is None else t.to(job.dtype) for t in w])
+    if w.x_gain is not None: x = F.rms_norm(x, x.shape[-1:], w.x_gain, NORM_EPS)
+    if job.drop: x = x * job.drop.scale(0, torch.empty_like(x, memory_format=torch.contiguous_format))
     with torch.autocast(x.device.type, enabled=False): out, final = loop(job.cell, x, state, w, job.flipped)
     return [out, *final]
 
-def _one_layer(rnn:_Recurrent, k:int, d:int, x, state:list, seed, start:int, stride:int):
-    "Layer k, direction d over `x`: (output, final states)"
+def _one_layer(rnn:_Recurrent, k:int, d:int, x, x_gain, state:list, seed, start:int, stride:int):
+    "Layer k, direction d over `x`, which is normed if it has a gain: (output, final states)"
     p = rnn.dropout if rnn.training and k else 0.
     drop = _Drop(p, seed, k, start, stride) if p else None
     cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(x.device.type) if cast else rnn.weight_hh_l0.dtype
-    job = _Job(rnn.cell, rnn.keep, rnn.chunk_len, bool(d) and stride > 0, drop, dtype)
-    w = _weights_of(rnn, k, d)
+    top = k == rnn.num_layers - 1
+    job = _Job(rnn.cell, rnn.keep, rnn.chunk_len, bool(d) and stride > 0, drop, dtype, top)
+    w = _weights_of(rnn, k, d, x_gain)
     out, *final = _plain_layer(job, x, state, w) if is_plain() else _Layer.apply(job, len(w), x, *w, *state)
-    if rnn.norm == 'output':
-        out = F.rms_norm(out, out.shape[-1:], getattr(rnn, _named('norm', k, d)).to(out.dtype), NORM_EPS)
     return out, final
 
 def _stack(rnn:_Recurrent, layers:tuple, x, states:list, seed, start:int, stride:int=1):
     "The (layer, direction) pairs of `layers` one after the other; states are lists of stacked tensors"
-    finals = []
+    finals, gain = [], None
     for (k, d), state in zip(layers, zip(*[s.unbind() for s in states])):
-        x, final = _one_layer(rnn, k, d, x, list(state), seed, start, stride)
+        x, final = _one_layer(rnn, k, d, x, gain, list(state), seed, start, stride)
         finals.append(final)
-    return x, [torch.stack(f) for f in zip(*finals)]
+        gain = getattr(rnn, _named('norm', k, d)) if rnn.norm == 'output' else None
+    return x if gain is None else _normed(x, gain), [torch.stack(f) for f in zip(*finals)]
 
 # %% ../nbs/05_recurrent.ipynb #78d02af6
 def _stage(
@@ -526,6 +573,10 @@ class LayerBytes:
     item_x : in the input
     item_w : in the weights
     dropped : is there dropout on the input?
+    x_normed : is there an RMSNorm on the input?
+    x_trained : does its gain get a gradient?
+    trained : do the weights get a gradient?
+    into : does the input get one?
     """
     cell: object
     n_in: int
@@ -536,13 +587,19 @@ class LayerBytes:
     item_x: int = 4
     item_w: int = 4
     dropped: bool = False
+    x_normed: bool = False
+    x_trained: bool = True
+    trained: bool = True
+    into: bool = True
 
     @property
     def row(self) -> int: "The states of one step"; return self.batch * self.width * self.item
     @property
     def normed(self) -> bool: return isinstance(self.cell, NormedGRUCell)
     @property
-    def copied(self) -> bool: "Is a chunk's input copied?"; return self.dropped or self.item_x != self.item
+    def copied(self) -> bool:
+        "Is a chunk's input copied?"
+        return self.dropped or self.x_normed or self.item_x != self.item
     def chunk(self, n): "Steps whose gates are in flight"; return np.minimum(n, _default_chunk(self.batch))
     def states(self, n): "What `keep='hidden'` keeps"; return (n + 1) * self.row
     def gates(self, n): return n * self.cell.n_slots * self.row
@@ -555,7 +612,18 @@ class LayerBytes:
 # %% ../nbs/05_recurrent.ipynb #9f08baea
 def _casts(o:LayerBytes) -> int:
     D, I = o.width, o.n_in
-    return 0 if o.item == o.item_w else o.item * (3*D*I + 3*D*D + 6*D + o.normed*D)
+    return 0 if o.item == o.item_w else o.item * (3*D*I + 3*D*D + 6*D + o.normed*D + o.x_normed*I)
+
+def _norm_scratch(o:LayerBytes, n):
+    "Squares of a chunk's input in float32 or better, and their mean"
+    wide, c = max(o.item, 4), o.chunk(n) * o.batch
+    return c * (o.n_in + 1) * wide if o.item == wide else 2 * c * o.n_in * wide
+
+def _norm_back_scratch(o:LayerBytes, n):
+    "1/rms, the unscaled rows, their product with the gradient, and its sums of either kind"
+    c = o.chunk(n) * o.batch
+    sums = np.maximum(o.x_trained * o.n_in * max(o.item_w, 4), c * o.item)
+    return np.maximum(_norm_scratch(o, n), c * o.item + 2*o.part(n) + sums)
 
 def _forward_scratch(o:LayerBytes, n):
     "The gates of a chunk, the bias, and the larger of what the projection and a step need"
@@ -563,7 +631,8 @@ def _forward_scratch(o:LayerBytes, n):
     gates = 0 if o.keep == 'gates' else o.gates(o.chunk(n))
     step = (o.cell.reset == 'before') * o.row                                          # r * h
     if o.normed: step += o.row + wide * (o.batch * (D + 1) + (o.item != wide) * D)     # `_norm_emit`
-    return gates + 3*D*o.item + np.maximum((o.copied + o.dropped) * o.part(n), step)
+    x = (o.copied + o.dropped + (o.dropped and o.x_normed)) * o.part(n)
+    return gates + 3*D*o.item + np.maximum(np.maximum(x, o.x_normed * _norm_scratch(o, n)), step)
 
 # %% ../nbs/05_recurrent.ipynb #ce8475c5
 def _stages(o:LayerBytes, n) -> list:
@@ -574,11 +643,13 @@ def _stages(o:LayerBytes, n) -> list:
     product = 3*D * max(D, before * o.n_in) * o.item if sums != o.item else 0   # else added in place
     rows = (3 if before else 3 + 4) * D * sums                           # the sums of the biases' gradients
     norm = c * B * (D + 1) * wide if o.item == wide else 2 * c * B * D * wide
-    return [o.dropped * o.part(n),                                       # the mask of the input
-            (before and o.keep == 'hidden') * c * o.row,                 # rebuild: r * h
+    into = o.into and (o.dropped or o.item_x != o.item) or o.x_normed
+    return [o.dropped * (1 + o.x_normed) * o.part(n),                    # the mask of the input
+            o.x_normed * (_norm_scratch(o, n) - o.part(n)),              # the norm of the input, before it is
             o.normed * norm,                                             # the norm's factors
             inv + before * o.row + o.normed * (o.row + B * o.item),      # walk, then collect
-            inv + o.copied * o.part(n) + np.maximum(o.dropped * o.part(n), max(rows, product))]
+            inv + into * o.part(n) + np.maximum(o.dropped * o.part(n), o.trained * max(rows, product)),
+            inv + o.x_normed * (o.part(n) + _norm_back_scratch(o, n))]
 
 def _backward_scratch(o:LayerBytes, n):
     "The gates and factors of a chunk, the bias, dh, the input if it is copied, and the largest stage"

@@ -61,7 +61,9 @@ def _autocast_of(
 # %% ../nbs/04_scan.ipynb #0bf60f1f
 class GradSink:
     "One gradient sum per leaf weight, and one prepared copy per weight, for one pass over all segments"
-    def __init__(self): self.sums, self.prepared = {}, {}
+    def __init__(self):
+        self.sums, self.prepared = {}, {}
+        self.again = False    # is this a segment's second run, at whose output nobody looks?
 
     def sum_of(self,
         w:torch.Tensor,     # leaf that requires grad
@@ -311,7 +313,10 @@ def _add_to(at_xs:list, found:list, run:_Run, i:int):
 def _again(run:_Run, i:int, stale:list) -> _Tape:
     "The recomputation of segment `i`, in the surroundings that its forward pass had"
     cut, grown = run.cuts[i], run.grown[i]
-    with as_at(cut.moment, stale), run.autocast(): tape = _record(run, i, cut.state)
+    run.sink.again = True
+    try:
+        with as_at(cut.moment, stale), run.autocast(): tape = _record(run, i, cut.state)
+    finally: run.sink.again = False
     now = [_needs_grad(t) for t in tape.out[0]]
     if len(now) != len(grown) or any(n and not g for n, g in zip(now, grown)):
         raise RuntimeError(f'what step returns in segment {i} is built otherwise than in the forward pass, '
@@ -385,6 +390,7 @@ def _straight(step, xs, state, plan:Plan, time_dim:int):
     for start, stop in plan.segments:
         out, state = [tree_unflatten(*o) for o in _call(step, _cut_time(xs, start, stop, time_dim), state)]
         outs.append(out)
+    if not torch.is_grad_enabled(): torch.clear_autocast_cache()     # casts made here have no graph
     return outs, state
 
 def _recomputed(step, xs, state, plan:Plan, time_dim:int):

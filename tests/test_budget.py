@@ -2,16 +2,20 @@
 import gc
 import itertools
 import random
+import time
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gruckpt.budget import GPUS, DoesNotFit, Ledger, estimate, estimate_any, fit, max_batch, what_fits
 from gruckpt.lm import GRULM, GRUSpec
 from gruckpt.meter import Meter, human, nbytes, parse_bytes, shadow
+from gruckpt.recurrent import GRU, LSTM
 from gruckpt.segment import Plan
 from gruckpt.text import Batch
 from gruckpt.train import TrainConfig, Trainer
@@ -23,30 +27,52 @@ MAKE = {'sgd': lambda ps: torch.optim.SGD(ps, lr=.1),
         'adamw foreach': lambda ps: torch.optim.AdamW(ps, foreach=True),
         'adamw loop': lambda ps: torch.optim.AdamW(ps, foreach=False)}
 DTYPES = {'pure bfloat16': torch.bfloat16, 'float64': torch.float64}
-PRECISIONS = ['float32', 'bfloat16', 'pure bfloat16', 'float64']
+PRECISIONS = ['float32', 'bfloat16', 'pure bfloat16', 'float64', 'float16']
+AUTOCAST = {'bfloat16': torch.bfloat16, 'float16': torch.float16}
 V3A = GRUSpec(vocab_size=100, hidden=2048, norm='state', reset='before')
 
 
 def configs(n=96, seed=7):
     "Spec, batch, plan, optimizer, precision: every value of each, T not a multiple of S, 1 to T segments"
     coin = random.Random(seed)
-    forms = itertools.cycle(itertools.product((None, 'state'), ('after', 'before')))
+    forms = itertools.cycle(itertools.product((None, 'state', 'output'), ('after', 'before')))
     for i in range(n):
         norm, reset = next(forms)
         L, T = coin.choice((1, 2, 3, 4)), coin.choice((1, 2, 5, 12, 37, 70))
         spec = GRUSpec(coin.choice((2, 30, 500)), coin.choice((4, 16, 40)), L, norm=norm, reset=reset,
-                       dropout=coin.choice((0., .3)) if L > 1 else 0.)
-        S = coin.choice([s for s in (1, 2, 3, 5, 33, T//2, T - 1, T) if 1 <= s <= T and T/s <= 40])
+                       dropout=coin.choice((0., .3)) if L > 1 else 0., tied=coin.random() < .3)
+        S = coin.choice([s for s in (1, 2, 3, 5, 33, T//2, T - 1, T) if 1 <= s <= T and T/s <= 24])
         plan = Plan(T, S, ('hidden', 'gates')[i % 2])
-        yield spec, coin.choice((1, 2, 7, 20, 64)), plan, list(MAKE)[i % 6], PRECISIONS[i // 6 % 4]
+        yield spec, coin.choice((1, 2, 7, 20, 64)), plan, list(MAKE)[i % 6], PRECISIONS[i // 6 % 5]
 
 
-def train_step(model, opt, batch, state, plan, half):
-    with Meter.phase('forward'), torch.autocast('cpu', torch.bfloat16, enabled=half):
-        loss, state = model.loss(batch, state, plan=plan)
-    with Meter.phase('backward'): loss.backward()
+def half_frozen(n=40, seed=3):
+    "The same with some parts not trained, but never all, nor both the embedding and the lowest layer"
+    coin = random.Random(seed)
+    for config in configs(n, seed):
+        parts = list(config[0].parts)
+        frozen = coin.sample(parts, coin.randint(1, len(parts) - 1))
+        if {'embedding', 'layer 0'} <= set(frozen): frozen.remove(coin.choice(('embedding', 'layer 0')))
+        yield *config, tuple(frozen)
+
+
+def freeze(model, frozen):
+    for part, sizes in model.spec.parts.items():
+        module, k = (model.rnn, part.split()[1]) if part.startswith('layer') else (
+            model.embed if part == 'embedding' else model.head, '')
+        named = [(n, p) for n, p in module.named_parameters() if not k or n.endswith(f'_l{k}')]
+        if part == 'head' and model.spec.tied: named = [(n, p) for n, p in named if n == 'bias']
+        assert sum(p.numel() for _, p in named) == sum(sizes)
+        for _, p in named: p.requires_grad_(part not in frozen)
+
+
+def train_step(model, opt, batch, state, plan, precision, run=None):
+    half = AUTOCAST.get(precision)
+    with Meter.phase('forward'), torch.autocast('cpu', half, enabled=half is not None):
+        loss, state = (run or model.loss)(batch, state, plan=plan)
+    with Meter.phase('backward'): (loss * 128. if precision == 'float16' else loss).backward()
     with Meter.phase('update'):
-        grads = [p.grad for p in model.parameters()]
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         torch.stack([torch.linalg.vector_norm(g, dtype=wide) for g in grads]).norm()
         torch._foreach_mul_(grads, .5)
@@ -57,23 +83,26 @@ def train_step(model, opt, batch, state, plan, half):
 def batch_of(spec, B, T): return Batch(*(torch.randint(spec.vocab_size, (B, T)) for _ in 'xy'), fresh=True)
 
 
-def subject(spec, B, optimizer, precision):
+def subject(spec, B, optimizer, precision, frozen=()):
     torch.manual_seed(0)
     model = GRULM(spec).to(DTYPES.get(precision, torch.float32))
-    return model, MAKE[optimizer](model.parameters()), model.init_state(B)
+    freeze(model, frozen)
+    return model, MAKE[optimizer]([p for p in model.parameters() if p.requires_grad]), model.init_state(B)
 
 
-@pytest.mark.parametrize('config', configs(), ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]}')
+@pytest.mark.parametrize('config', [*configs(), *half_frozen()],
+                         ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]} {o[5:]}')
 def test_count_is_meter(config):
     "Every phase of the first and of a later step, to the byte"
-    spec, B, plan, optimizer, precision = config
-    model, opt, state = subject(spec, B, optimizer, precision)
+    spec, B, plan, optimizer, precision, *frozen = config
+    frozen = frozen[0] if frozen else ()
+    model, opt, state = subject(spec, B, optimizer, precision, frozen)
     for first in (True, False):
         batch = batch_of(spec, B, plan.n_steps)
         opt.zero_grad()
         with Meter(model, opt, batch, state) as meter:
-            _, after = train_step(model, opt, batch, state, plan, precision == 'bfloat16')
-        ledger = estimate(spec, B, plan, optimizer=optimizer, precision=precision, first=first)
+            _, after = train_step(model, opt, batch, state, plan, precision)
+        ledger = estimate(spec, B, plan, optimizer=optimizer, precision=precision, first=first, frozen=frozen)
         assert meter.phases == ledger.phases and meter.peak == ledger.peak
         state, after = after, None
 
@@ -85,7 +114,7 @@ def test_count_is_shadow(config):
     model, opt, state = subject(spec, B, optimizer, precision)
     batch = batch_of(spec, B, plan.n_steps)
     held = nbytes((model, batch, state))
-    dark = shadow(train_step, model, opt, batch, state, plan, precision == 'bfloat16')
+    dark = shadow(train_step, model, opt, batch, state, plan, precision)
     ledger = estimate(spec, B, plan, optimizer=optimizer, precision=precision, first=True)
     assert {p: n + held for p, n in dark.phases.items()} == ledger.phases
 
@@ -120,7 +149,7 @@ def test_never_below_with_a_state_made_inside():
     spec, plan = GRUSpec(30, 16, 2), Plan(13, 5)
     model, opt, _ = subject(spec, 3, 'adamw', 'float32')
     batch = batch_of(spec, 3, 13)
-    with Meter(model, opt, batch) as meter: train_step(model, opt, batch, None, plan, False)
+    with Meter(model, opt, batch) as meter: train_step(model, opt, batch, None, plan, 'float32')
     counted = estimate(spec, 3, plan, first=True).peak
     assert counted * .99 <= meter.peak <= counted
 
@@ -196,6 +225,8 @@ def test_B05_B06_what_a_device_adds_stands_apart():
     assert cpu.peak == cuda.peak and cpu.total == cpu.peak
     assert set(cuda.beside) == {'allocator rounding', 'library workspace', 'allocator reserve'}
     assert cuda.total == cuda.peak + sum(cuda.beside.values())
+    assert cuda.on_card - cuda.total == cuda.context > 2**28 and cpu.context == 0       # in no limit's sum
+    assert str(cuda).splitlines()[-1].startswith('context, in no sum')
     assert cuda.beside['allocator rounding'] >= 511 * (4*len(spec.sizes) + plan.n_segments)
 
 
@@ -214,18 +245,118 @@ def test_B09_counts_are_parameters():
     assert ledger.terms['weights and buffers'] == 4 * sum(p.numel() for p in tied.parameters())
 
 
-def test_B10_buckets():
-    one, two = (estimate(V3A, 8, Plan(8, 2), world_size=n).peak for n in (1, 2))
-    assert two - one == 4 * V3A.n_params
+@pytest.mark.parametrize('norm', [None, 'output'])
+def test_B09_tied_and_frozen_are_counted_once(norm):
+    spec = GRUSpec(30, 8, 2, norm=norm, tied=True)
+    model = GRULM(spec)
+    assert spec.n_params == sum(p.numel() for p in model.parameters()) == sum(spec.sizes)
+    assert spec.n_params == replace(spec, tied=False).n_params - 30*8
+    assert nbytes(model) == estimate(spec, 2, Plan(4, 2)).moments['update: optimizer']['weights']
+    layer = 3*8*(8 + 8) + 6*8 + 8*(norm is not None)
+    assert sum(spec.parts['layer 0']) == layer
+    terms = estimate(spec, 2, Plan(4, 2), frozen=('layer 0',), first=True).moments['update: optimizer']
+    assert terms['weights'] - terms['gradients'] == 4*layer                     # frozen: 4 bytes and no more
+    assert terms['optimizer'] == 2*terms['gradients'] + 4*(len(spec.sizes) - len(spec.parts['layer 0']))
+
+
+@pytest.fixture
+def a_world_of_one(tmp_path):
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/meet', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Whole(nn.Module):
+    "Its forward is the model's loss, as DDP wants it"
+    def __init__(self, model): super().__init__(); self.model = model
+    def forward(self, *args, **kw): return self.model.loss(*args, **kw)
+
+
+@pytest.mark.parametrize('spec', [GRUSpec(30, 16, 2), GRUSpec(300, 16, 1, tied=True)], ids=str)
+@pytest.mark.parametrize('plan', [Plan(12, 12), Plan(12, 5, 'gates'), Plan(12, 12, 'gates')], ids=str)
+@pytest.mark.parametrize('view', [True, False])
+def test_B10_buckets(a_world_of_one, spec, plan, view):
+    "What torch's DDP allocates, with the gradients in its buckets and beside them, step by step"
+    model, opt, state = subject(spec, 3, 'adamw', 'float32')
+    before, batch, end = nbytes(model), batch_of(spec, 3, 12), time.monotonic() + 10
+    with Meter(model) as meter:
+        wrapped = DistributedDataParallel(Whole(model), gradient_as_bucket_view=view)
+        while meter.live - before > 4 * spec.n_params and time.monotonic() < end: time.sleep(.01)
+        assert meter.live - before == 4 * spec.n_params     # made beforehand; what was sent goes later
+    for _ in range(2):                                                          # then built anew, once
+        train_step(model, opt, batch, state, plan, 'float32', run=wrapped)
+        opt.zero_grad()
+    with Meter(model, opt, batch, state) as meter:
+        train_step(model, opt, batch, state, plan, 'float32', run=wrapped)
+    ledger = estimate(spec, 3, plan, world_size=2, bucket_view=view)
+    assert {p: n + 4*spec.n_params for p, n in meter.phases.items()} == ledger.phases
+
+
+def test_B07_bytes_follow_the_states_not_the_parameters():
+    "A layer keeps rows of states: the input's width changes its parameters, and not what it keeps"
+    def kept(kind, n_in, keep, T=20, B=3, D=16):
+        layer, x = kind(n_in, D, keep=keep), torch.randn(T, B, n_in)
+        with Meter(layer, x) as meter: out = layer(x)[0].sum()
+        return meter.live - nbytes((layer, x, out)), sum(p.numel() for p in layer.parameters())
+    row = 3*16*4
+    for keep, gru, lstm in (('hidden', 21, 2*21), ('gates', 21 + 4*20, 2*21 + 4*20)):
+        for n_in in (8, 64):
+            (n, n_params), (m, m_params) = kept(GRU, n_in, keep), kept(LSTM, n_in, keep)
+            assert (n, m) == (gru*row, lstm*row) and m_params / n_params == 4/3
+
+
+def test_teacher_forcing_adds_its_tape():
+    spec, plan = GRUSpec(84, 16, 2), Plan(64, 16)
+    more = estimate(spec, 6, plan, teacher_forcing=.5).peak - estimate(spec, 6, plan).peak
+    assert more == spec.tape_bytes(6, plan) > 0
 
 
 def test_B11_logits():
     spec = GRUSpec(vocab_size=20_000, hidden=64)
-    whole = estimate(spec, 8, Plan(512, 512))
-    assert whole.terms['logits'] == 3 * 327_680_000 and whole.at == 'backward: loss, the only segment'
-    peaks = [estimate(spec, 8, Plan.split(512, k)).peak for k in (1, 2, 4, 8, 16, 512)]
-    assert peaks[:5] == sorted(peaks[:5], reverse=True) and peaks[0] > 6 * peaks[4]
+    kept, rebuilt = (estimate(spec, 8, Plan(512, 512, keep)) for keep in ('gates', 'hidden'))
+    assert kept.at == rebuilt.at == 'backward: loss, the only segment'
+    assert 327_680_000 < kept.terms['logits'] < 1.1 * 327_680_000            # one copy, of torch's three
+    assert rebuilt.terms['logits'] < 1.1 * 128 * 20_000 * 4                  # 128 rows at a time
+    peaks = [estimate(spec, 8, Plan.split(512, k)).peak for k in (8, 16, 32)]
+    assert max(peaks) < 1.02 * min(peaks)                                    # flat: weights and sums are left
     with pytest.raises(DoesNotFit, match='more segments do not help'): fit(spec, 8, 512, '40MB')
+
+
+def test_B13_out_of_memory_leaves_nothing_behind():
+    "The failed try's error and tensors are gone before the retry; model, optimizer, random state as before"
+    spec, seen, fails = GRUSpec(30, 16, 2, dropout=.5), [], [1]
+    class Tight(GRULM):
+        def loss(self, batch, state=None, *, plan=None):
+            if len(seen) == 1 and fails:
+                fails.pop()
+                lost = torch.ones(1000)
+                error = torch.OutOfMemoryError('no room')
+                refs.extend([weakref.ref(lost), weakref.ref(error)])
+                torch.rand(3)
+                raise error
+            return super().loss(batch, state, plan=plan)
+    def snapshot(o):
+        numbers = [*o.model.parameters(), *(v for s in o.optimizer.state.values() for v in s.values())]
+        return [t.detach().clone() for t in numbers] + [torch.get_rng_state()]
+    def smaller(plan):
+        gc.collect()
+        assert [r() for r in refs] == [None, None]
+        assert all(p.grad is None for p in trainer.model.parameters())
+        assert all(map(torch.equal, snapshot(trainer), before))
+        return Plan.split(13, 2*plan.n_segments), 0
+    refs, before, curves = [], None, []
+    for fails in ([1], []):
+        torch.manual_seed(0)
+        seen.clear()
+        batch = Batch(*batch_of(spec, 3, 13)[:2], fresh=False)
+        plan = Plan.split(13, 2)
+        trainer = Trainer(Tight(spec), Same(batch), TrainConfig(max_steps=3), plan, replan=smaller)
+        for record in trainer.steps():
+            seen.append(record.loss)
+            before = snapshot(trainer)
+        curves.append([list(seen), trainer.plan.n_segments])
+    assert [k for _, k in curves] == [4, 2] and len(refs) == 2
+    assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-6)
 
 
 def test_B13_nothing_is_kept_of_a_failed_probe():
@@ -261,7 +392,8 @@ def test_what_fits_grows_with_the_limit():
 @pytest.mark.parametrize('wrong, says', [
     (dict(optimizer='adam'), 'optimizer must be one of'), (dict(device='tpu'), 'device must be one of'),
     (dict(batch=0), 'batch must be an integer of at least 1, got 0'), (dict(precision='int8'), 'one of'),
-    (dict(spec=GRUSpec(9, 8, norm='output')), 'use estimate_any')], ids=str)
+    (dict(frozen=('embedding', 'layer 0')), 'use estimate_any'), (dict(frozen=('tail',)), "got 'tail'")],
+    ids=str)
 def test_wrong_questions(wrong, says):
     with pytest.raises(ValueError, match=says): estimate(**dict(spec=V3A, batch=2, plan=Plan(4, 2)) | wrong)
 

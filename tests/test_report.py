@@ -1,0 +1,138 @@
+"""The page of a run: whatever the run has left so far, and whatever it is called."""
+import base64
+import re
+from html.parser import HTMLParser
+from itertools import product
+from math import inf, nan
+
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from gruckpt.files import Telemetry, save_checkpoint, write_history
+from gruckpt.report import draw, facts, plot_history, plot_loss, read_run, write_report
+from gruckpt.train import StepRecord
+
+
+def record(step, loss=2., **kw):
+    return StepRecord(**{'step': step, 'epoch': step // 10, 'loss': loss, 'bpb': loss / .7, 'grad_norm': loss,
+                         'grad_norm_clipped': 1., 'clip_scale': .5, 'lr': 1e-3, 'tokens_per_s': 10., **kw})
+
+
+def lost(step, loss): return record(step, loss, clip_scale=0., skipped='loss not finite', n_skipped=1)
+
+
+def run_of(folder, records, history=(), state=None):
+    "A folder as `session` leaves it."
+    folder.mkdir()
+    log = Telemetry(folder/'telemetry.csv', StepRecord)
+    for o in records: log.write(o)
+    log.close()
+    if history: write_history(folder/'history.csv', list(history))
+    if state: save_checkpoint(folder, state)
+    return folder
+
+
+def evaluations(n, **numbers):
+    return [{'step': 10 * i, 'epoch': i - 1, 'teacher_forcing': 1., **{k: v / i for k, v in numbers.items()}}
+            for i in range(1, n + 1)]
+
+
+class Page(HTMLParser):
+    "What a page refers to, and what it says."
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.tags, self.said = [], [], []
+        self.feed(text)
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [v for k, v in attrs if k in ('src', 'href', 'action', 'data', 'srcset')]
+    def handle_data(self, data): self.said.append(data)
+
+
+ROWS = {'none': [], 'one': [record(1)], 'one lost': [lost(1, nan)], 'all lost': [lost(1, inf), lost(2, nan)],
+        'some lost': [record(1), lost(2, inf), record(3)], 'many': [record(i, 9 / i) for i in range(1, 400)],
+        'negative': [record(1, -1.), record(2, -2.)],
+        'gpu': [record(i, peak_predicted=2**30, peak_measured=2**29, gpu_used=2**31, gpu_utilisation=50)
+                for i in range(1, 4)]}
+HISTORIES = {'none': (), 'one': evaluations(1, loss=2., bpb=3., top1=.1),
+             'text': evaluations(4, loss=2., bpb=3., top1=.1, free_loss=3., free_bpb=4., free_top1=.05),
+             'lost': evaluations(3, loss=nan, bpb=nan, top1=0.),
+             'series': evaluations(4, quantile_loss=1., q_risk_50=.5, coverage_80=.8)}
+
+
+@pytest.mark.parametrize('rows, history', product(ROWS, HISTORIES))
+def test_every_run_has_its_figure_and_facts(tmp_path, rows, history):
+    "No step yet, one, skipped ones, other judges: all plots are there, and none is without a title."
+    run = read_run(run_of(tmp_path/'a', ROWS[rows], HISTORIES[history]))
+    titled = [ax for ax in draw(run).axes if ax.get_title()]
+    assert len(titled) == 5 + (rows == 'gpu') + {'none': 0, 'series': 3}.get(history, 2)
+    known = facts(run)
+    assert known['steps'] == str(len(ROWS[rows])) and all(type(v) is str for v in known.values())
+    assert sum(k.startswith('evaluation') for k in known) == {'none': 0, 'text': 2}.get(history, 1)
+
+
+def test_page_opens_alone(tmp_path):
+    "One picture, inside the file and equal to the PNG; no link to anything else."
+    folder = run_of(tmp_path/'a', ROWS['gpu'], HISTORIES['text'])
+    png, page = write_report(folder)
+    seen = Page(page.read_text(encoding='utf-8'))
+    assert len(seen.links) == 1 and seen.links[0].startswith('data:image/png;base64,')
+    assert base64.b64decode(seen.links[0].partition(',')[2]) == png.read_bytes()
+    assert 'script' not in seen.tags and 'link' not in seen.tags
+    assert 'How busy was the GPU? 50 % of the time' in page.read_text()
+    assert {o.name for o in folder.iterdir()} == {'history.csv', 'report.html', 'report.png', 'telemetry.csv'}
+
+
+def test_text_stays_text(tmp_path):
+    "Names that look like markup: of the folder, of a number, and in what the run remembers."
+    evil = '<script>alert("1")</script>&{0}%s'
+    state = {'step': 1, 'about': {'text': evil, evil: 1}, 'config': {'lr': 1}, 'plan': None, 'model': {},
+             'stream': {}}
+    folder = run_of(tmp_path/'<i>&{x}', ROWS['one'], evaluations(3, **{evil: 1.}), state)
+    seen = Page(write_report(folder)[1].read_text(encoding='utf-8'))
+    assert not {'script', 'i', 'b'} & {*seen.tags}
+    assert ''.join(seen.said).count(evil) == 5 and 'Run <i>&{x}' in ''.join(seen.said)
+
+
+def test_settings_come_from_the_checkpoint(tmp_path):
+    state = {'step': 3, 'about': {'spec': {'hidden': 8}, 'symbols': 'x' * 1000}, 'config': {'lr': .1},
+             'plan': None, 'model': {'w': torch.zeros(3, 4), 'b': torch.zeros(8)},
+             'stream': {'characters': 100}}
+    known = facts(read_run(run_of(tmp_path/'a', ROWS['many'], state=state)))
+    assert known['parameters'] == '20' and known['spec'] == 'hidden 8' and len(known['symbols']) == 398
+    assert known['data'].startswith('100 tokens for 20 parameters are 5 a parameter, read 40 times')
+    assert known['epochs'].startswith('40')
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    folder = run_of(tmp_path/'a', ROWS['some lost'], HISTORIES['one'])
+    for name in 'telemetry.csv', 'history.csv':
+        with open(folder/name, 'a') as f: f.write('7,0,0.0')
+    run = read_run(folder)
+    assert (len(run.rows), len(run.history)) == (3, 1)
+
+
+def test_no_run_is_one_line(tmp_path):
+    for folder in tmp_path, tmp_path/'none':
+        with pytest.raises(ValueError, match=r"has no telemetry\.csv; give the folder of a run$"):
+            write_report(folder)
+
+
+def test_the_best_is_the_lowest_loss_and_the_highest_share():
+    rows = pd.DataFrame({'step': [1, 2, 3], 'epoch': [0, 1, 2], 'teacher_forcing': 1.,
+                         'loss': [3., 1., 2.], 'top1': [.1, .3, .2], 'free_top1': [.2, .1, .1]})
+    titles = []
+    for name in 'loss', 'top1':
+        ax = Figure().add_subplot()
+        plot_history(rows, ax, name)
+        titles.append(ax.get_title().splitlines()[1])
+    assert titles == ['true past: epoch 2 (1)', 'true past: epoch 2 (0.3), own past: epoch 1 (0.2)']
+
+
+def test_a_plot_draws_on_the_axes_it_is_given():
+    "And lost steps leave no gap that is drawn as a number."
+    ax = Figure().add_subplot()
+    plot_loss(pd.DataFrame({'step': [1, 2, 3], 'bpb': [3., nan, 1.]}), ax)
+    assert ax.lines[0].get_xdata().tolist() == [1, 3] and re.search('From 3.00 to 1.00', ax.get_title())
