@@ -18,7 +18,7 @@ import torch
 
 from .coding import Parts, Table, _groups_of, cut_times, encode, fit_coding
 from .columns import Series, SeriesSpec, _offset, _times, read_series
-from .text import _check_counts
+from .text import _check_counts, _place
 
 # %% ../nbs/15_series.ipynb #f8e07f10
 class WindowBatch(NamedTuple):
@@ -280,14 +280,7 @@ def _identity(stream:WindowStream) -> dict:
 
 def _restore(stream:WindowStream, state:dict):
     "Put the stream at a saved position, if it reads the same windows in the same way"
-    mine = _identity(stream)
-    missing = [k for k in ('epoch', 'step', *mine) if k not in state]
-    if missing: raise ValueError(f'the saved position lacks {", ".join(missing)}; it is of no WindowStream')
-    wrong = [f'{k} was {state[k]}, is {v}' for k, v in mine.items() if state[k] != v]
-    if wrong: raise ValueError(f'cannot resume: {"; ".join(wrong)}; resume with the same data and settings')
-    if not (state['epoch'] >= 0 and 0 <= state['step'] < len(stream)):
-        raise ValueError(f'step must be in 0..{len(stream) - 1} and epoch at least 0, got {state}')
-    stream.epoch, stream.step = state['epoch'], state['step']
+    stream.epoch, stream.step = _place(state, _identity(stream), 'step', len(stream))
 
 # %% ../nbs/15_series.ipynb #9a493def
 def bar_features(

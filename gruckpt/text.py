@@ -252,16 +252,25 @@ def _identity(stream:TokenStream) -> dict:
             'characters': len(stream.ids), 'checksum': stream.crc}
 
 
+def _place(
+    state:dict,     # a saved position
+    mine:dict,      # what must be equal for it to mean the same batches
+    name:str,       # of the place within an epoch
+    n:int,          # places of an epoch
+) -> tuple:         # epoch and place
+    "A saved position, or a ValueError if it is another stream's"
+    missing = [k for k in ('epoch', name, *mine) if k not in state]
+    if missing: raise ValueError(f'the saved position lacks {", ".join(missing)}; it is of another stream')
+    wrong = [f'{k} was {state[k]}, is {v}' for k, v in mine.items() if state[k] != v]
+    if wrong: raise ValueError(f'cannot resume: {"; ".join(wrong)}; resume with the same data and settings')
+    if not (state['epoch'] >= 0 and 0 <= state[name] < n):
+        raise ValueError(f'{name} must be in 0..{n - 1} and epoch at least 0, got {state}')
+    return state['epoch'], state[name]
+
+
 def _restore(stream:TokenStream, state:dict):
     "Put the stream at a saved position, if it reads the same text in the same way"
-    mine = _identity(stream)
-    missing = [k for k in ('epoch', 'window', *mine) if k not in state]
-    if missing: raise ValueError(f'the saved position lacks {", ".join(missing)}; it is not of a TokenStream')
-    wrong = [f'{k} was {state[k]}, is {v}' for k, v in mine.items() if state[k] != v]
-    if wrong: raise ValueError(f'cannot resume: {"; ".join(wrong)}; resume with the same text and settings')
-    if not (state['epoch'] >= 0 and 0 <= state['window'] < stream.n_windows):
-        raise ValueError(f'window must be in 0..{stream.n_windows - 1} and epoch at least 0, got {state}')
-    stream.epoch, stream.window = state['epoch'], state['window']
+    stream.epoch, stream.window = _place(state, _identity(stream), 'window', stream.n_windows)
 
 # %% ../nbs/09_text.ipynb #90ca04b2
 class EvalStream:
