@@ -8,12 +8,13 @@ __all__ = ['Parts', 'cut_times', 'Coding', 'fit_coding', 'unknown_categories', '
 # %% ../nbs/14_coding.ipynb #da836e62
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 
-from .columns import _CALENDAR, _FROM_1, _LONG, Series, SeriesSpec, _offset, _times
+from .columns import _CALENDAR, _FROM_1, _LONG, Series, SeriesSpec, _follows, _times
 
 # %% ../nbs/14_coding.ipynb #4a6c6bf2
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ def cut_times(
     return Parts(*(int(stamps[n]) if n < len(stamps) else int(stamps[-1]) + 1 for n in ends))
 
 # %% ../nbs/14_coding.ipynb #c648001b
-def _mean_scale(values:np.ndarray, name:str) -> tuple[float, float]:
-    "Mean and deviation of the numbers there are; scale 1 where they do not deviate"
+def _mean_scale(values:np.ndarray, name:str, flat:float=1.) -> tuple[float, float]:
+    "Mean and deviation of the numbers there are; scale `flat` where they do not deviate"
     values = values[~np.isnan(values)]
     if not len(values): return 0., 1.
     with np.errstate(over='ignore', invalid='ignore'): mean, scale = float(values.mean()), float(values.std())
     if not math.isfinite(mean + scale):
         raise ValueError(f'column {name!r} has values up to {values.max():g}; scale it down')
-    return mean, scale if scale > 1e-12 * abs(mean) and scale > 0 else 1.
+    return mean, scale if scale > 1e-12 * abs(mean) and scale > 0 else flat
 
 # %% ../nbs/14_coding.ipynb #8644186c
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Coding:
     zone : str or None
         In which the calendar is read.
     groups : tuple of str
-        Series that have scales of their own; empty: all share one.
+        Series that have scales of their own, of their training rows or, if these are more, of the first rows
+        that come before every forecast; empty: all share one.
     means : tuple of tuple of float
         A row a group, a column for each of `spec.reals`.
     scales : tuple of tuple of float
@@ -106,36 +108,57 @@ class Coding:
 
 # %% ../nbs/14_coding.ipynb #dc5870e5
 def _names(spec:SeriesSpec) -> dict[str, tuple[str, ...]]:
-    "Inputs by kind, calendar included"
-    waves = tuple(f'{c}_{f}' for c in spec.calendar_reals for f in ('sin', 'cos'))
+    "Inputs by kind, calendar included; one of the calendar that is called like a column says so"
+    def apart(name): return f'{name} (calendar)' if name in spec.columns else name
+    waves = tuple(apart(f'{c}_{f}') for c in spec.calendar_reals for f in ('sin', 'cos'))
     kinds = {f'{o}_{k}': getattr(spec, f'{o}_{k}') for o in ('static', 'observed') for k in ('reals', 'cats')}
     return kinds | {'known_reals': spec.known_reals + waves,
-                    'known_cats': spec.known_cats + spec.calendar_cats}
+                    'known_cats': spec.known_cats + tuple(map(apart, spec.calendar_cats))}
 
 
 def _sizes(coding:Coding) -> dict[str, tuple[int, ...]]:
     "Embedding rows by kind; the calendar's are fixed"
-    def size(c): return 1 + (len(coding.categories[c]) if c in coding.categories else _CALENDAR[c])
-    return {o: tuple(map(size, coding.names[f'{o}_cats'])) for o in ('static', 'observed', 'known')}
+    spec = coding.spec
+    sizes = {o: tuple(1 + len(coding.categories[c]) for c in getattr(spec, f'{o}_cats'))
+             for o in ('static', 'observed', 'known')}
+    return sizes | {'known': sizes['known'] + tuple(1 + _CALENDAR[c] for c in spec.calendar_cats)}
 
 # %% ../nbs/14_coding.ipynb #0d2052e5
 def fit_coding(
     series:Series,          # rows of all parts
     parts:Parts|None=None,  # the training part is read; None: all rows
+    min_past:int=1,         # rows of a series before its first forecast; they count for its own scale
 ) -> Coding:
     "Means, deviations and categories of the training part"
     spec, of = series.spec, series.series_of
-    train = np.arange(len(series)) - series.first[of] < series.n_past[of]
-    if parts is not None: train &= series.stamps < parts.valid_from
+    place = np.arange(len(series)) - series.first[of]
+    past = place < series.n_past[of]
+    train = past if parts is None else past & (series.stamps < parts.valid_from)
     if not train.any(): raise ValueError('the training part has no row with a target; give it a larger share')
-    own = {spec.target, *spec.observed_reals} if spec.scale == 'series' else set()
-    groups = tuple(map(_group, series.keys)) if own else ()
-    shared = [_mean_scale(series.reals[c][train], c) for c in spec.reals]
-    rows = [[_mean_scale(series.reals[c][train & (of == i)], c) if c in own else o
-             for c, o in zip(spec.reals, shared, strict=True)] for i in range(len(groups) or 1)]
+    rows = [[_mean_scale(series.reals[c][train], c) for c in spec.reals]]
+    groups = tuple(map(_group, series.keys)) if spec.scale == 'series' else ()
+    if groups: rows = _own_scales(series, train, past & (place < min_past), rows[0])
     means, scales = (tuple(tuple(o[k] for o in row) for row in rows) for k in (0, 1))
     seen = {c: tuple(v[1][i] for i in np.unique(v[0][train]) if i >= 0) for c, v in series.cats.items()}
     return Coding(spec, series.zone, groups, means, scales, seen)
+
+
+def _own_scales(
+    series:Series,
+    train:np.ndarray,   # rows of the training part, N, bool
+    begin:np.ndarray,   # rows that come before every forecast of their series, N, bool
+    shared:list,        # mean and deviation of each real column, of all series
+) -> list[list]:        # the same for each series
+    "Scales of target and observed columns by series; those of the others are shared"
+    own, out = {series.spec.target, *series.spec.observed_reals}, []
+    for a, b in pairwise(series.first):
+        row, rows = list(shared), (train | begin)[a:b]
+        for i, c in enumerate(series.spec.reals):
+            values = series.reals[c][a:b][rows]
+            if c not in own or np.isnan(values).all(): continue
+            row[i] = _mean_scale(values, c, 1. if train[a:b].any() else shared[i][1])
+        out.append(row)
+    return out
 
 
 def _group(key:tuple) -> str:
@@ -199,9 +222,7 @@ def _run_starts(series:Series) -> np.ndarray:
     "Row at which the stretch without a gap begins, for every row"
     new = np.r_[True, np.diff(series.series_of) != 0] if len(series) else np.zeros(0, bool)
     if series.spec.step not in ('row', None):
-        follows = _times(series.stamps[:-1], series.zone) + _offset(series.spec.step)
-        if follows.tz is not None: follows = follows.tz_convert('UTC').tz_localize(None)
-        new[1:] |= follows.as_unit('ns').asi8 != series.stamps[1:]
+        new[1:] |= ~_follows(series.stamps, series.zone, series.spec.step)
     return np.maximum.accumulate(np.where(new, np.arange(len(series)), 0))
 
 # %% ../nbs/14_coding.ipynb #5db5ed3e
@@ -256,6 +277,7 @@ def encode(
     if (series.zone is None) != (coding.zone is None):
         a, b = (f'the zone {o.zone}' if o.zone else 'no zone' for o in (series, coding))
         raise ValueError(f'column {coding.spec.time!r} has {a}, the training data had {b}; store both alike')
+    if coding.zone is not None: series = replace(series, zone=coding.zone)     # one calendar for all data
     spec, first, (waves, places) = coding.spec, series.first[:-1], _calendar(series, coding)
     def block(code, kind, columns, more=(), rows=slice(None)):
         out = torch.zeros(len(series.stamps[rows]), len(columns) + len(more), dtype=kind)

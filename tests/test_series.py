@@ -211,7 +211,9 @@ def test_a_group_without_training_rows_has_a_scale():
     rows = pd.concat([frame(40, ids=(1,)), frame(10, ids=(2,), start='2024-03-02')])
     series = read_series(rows, replace(SPEC, scale='series'))
     coding = fit_coding(series, Parts(int(series.stamps[20]), int(series.stamps[30])))
-    assert coding.means[1][:2] == (0, 0) and coding.scales[1][:2] == (1, 1)
+    first = int(series.first[1])                    # of one row the mean; the deviation is that of the others
+    assert coding.means[1] == (series.reals['y'][first], series.reals['x'][first])
+    assert coding.scales[1] == fit_coding(replace(series, spec=SPEC), Parts(int(series.stamps[20]), 1)).scales[0]
 
 
 def test_codes_are_those_of_the_training():
