@@ -18,9 +18,10 @@ import pandas as pd
 import torch
 
 from .coding import Coding, Parts, cut_times, encode, fit_coding
-from .columns import Series, SeriesSpec, _offset, read_series
+from .columns import Series, SeriesSpec, _RESULT, _offset, as_label, read_series
 from .files import load_checkpoint
-from .series import WindowBatch, Windows, WindowStream, extended
+from .series import Gaps, WindowBatch, Windows, WindowStream, extended, gaps_of
+from .text import _check_counts
 from .tft import TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss
 from .train import TrainConfig, Trainer
 
@@ -57,6 +58,7 @@ class Setup:
         "The windows of one part of a series"
         table = encode(series, self.coding, dtype)
         return Windows(table, self.lookback, self.horizon, self.parts, part, self.min_past, stride)
+    def gaps(self, series:Series) -> Gaps: "What gaps cost"; return gaps_of(series, self.min_past, self.horizon)
 
 # %% ../nbs/28_forecast.ipynb #95ee7652
 def setup_of(
@@ -68,8 +70,11 @@ def setup_of(
     min_past:int|None=None,    # past steps that must exist; None: all
 ) -> Setup:
     "Cut series by time and learn scales and categories from the training part"
+    min_past = lookback if min_past is None else min_past
+    _check_counts(lookback=lookback, horizon=horizon, min_past=min_past)
+    if min_past > lookback: raise ValueError(f'min_past must be in 1..{lookback} (lookback), got {min_past}')
     parts = cut_times(series, valid, test)
-    return Setup(fit_coding(series, parts), lookback, horizon, min_past or lookback, parts)
+    return Setup(fit_coding(series, parts, min_past), lookback, horizon, min_past, parts)
 
 
 def tft_spec(
@@ -87,14 +92,23 @@ def predict(
     model:TFT,            # in any mode; it is put back
     windows:Windows,      # what to forecast
     batch_size:int=64,    # windows at once
-) -> torch.Tensor:        # quantiles, scaled, N x H x Q, float32 on the processor
+) -> torch.Tensor:        # quantiles that rise with their levels, scaled, N x H x Q, float32 on the processor
     "Quantiles of all windows, in order"
-    training = model.training
+    return _predicted(model, windows, batch_size)[0]
+
+
+def _predicted(model:TFT, windows:Windows, batch_size:int) -> tuple[torch.Tensor, int]:
+    "Quantiles in order; of how many targets the model's own crossed, and so were sorted"
+    out = torch.empty(len(windows), windows.horizon, len(model.spec.quantiles))
+    training, crossed = model.training, 0
     model.eval()
     with torch.no_grad():
-        out = [model(_like(b, model)).quantiles.float().cpu() for b in windows.batches(batch_size)]
+        for b in windows.batches(batch_size):
+            raw = model(_like(b, model)).quantiles.float()
+            crossed += int((raw.diff(dim=-1) < 0).any(-1).sum())
+            out[int(b.index[0]):][:len(b.index)] = raw.sort(-1).values
     model.train(training)
-    return torch.cat(out)
+    return out, crossed
 
 
 def _like(batch:WindowBatch, model:TFT) -> WindowBatch:
@@ -144,6 +158,13 @@ def _season_ago(windows:Windows, season:int) -> torch.Tensor:
     return windows.unscaled(windows.table.target[windows.origins[:, None] + steps])
 
 
+def _check_season(season:int, most:int) -> int:
+    "The season, if the past holds it"
+    if not 1 <= season <= most:
+        raise ValueError(f'season must be in 1..{most} (past steps that exist), got {season}')
+    return season
+
+
 def naive(
     windows:Windows,            # to forecast
     train:Windows,              # whose errors make the band
@@ -151,8 +172,7 @@ def naive(
     season:int|None=None,       # rows; None: the last value goes on
 ) -> torch.Tensor:              # in the target's unit, N x H x Q, float64
     "Quantiles of a forecast that costs nothing"
-    if season is not None and not 1 <= season <= windows.min_past:
-        raise ValueError(f'season must be in 1..{windows.min_past} (past steps that exist), got {season}')
+    if season is not None: _check_season(season, windows.min_past)
     point = (lambda o: _last(o)) if season is None else lambda o: _season_ago(o, season)
     errors = (train.targets() - point(train)).numpy()
     band = torch.from_numpy(np.nanquantile(errors, levels, axis=0)).T       # H x Q
@@ -223,7 +243,7 @@ def forecast(
     source,            # path, DataFrame or Series; `min_past` rows without a gap end each series
     batch_size:int=64, # series at once
 ) -> pd.DataFrame:     # ids, time, ahead and a column a quantile; a row a series and step
-    "Quantiles of the steps after the last known target of each series"
+    "Quantiles of the steps after the last known target of each series; `attrs['crossed']`: rows that were sorted"
     o = run.setup
     series = extended(_series_in(source, o), o.horizon)
     windows = o.windows(series, 'future')
@@ -231,13 +251,22 @@ def forecast(
     if lost := sorted(set(range(len(series.keys))) - set(of.tolist())):
         raise ValueError(f'{series.name(lost[0])} cannot be forecast: it has no {o.min_past} past rows '
                          f'without a gap up to its last target ({len(lost)} of {len(series.keys)} series)')
-    quantiles = windows.unscaled(predict(run.model, windows, batch_size))
-    return _rows(windows, quantiles, run.levels).drop(columns=['window', o.coding.spec.target])
+    quantiles, crossed = _predicted(run.model, windows, batch_size)
+    rows = _rows(windows, windows.unscaled(quantiles), run.levels)
+    return _telling(rows.drop(columns=['window', o.coding.spec.target]), crossed)
+
+
+def _telling(rows:pd.DataFrame, crossed:int) -> pd.DataFrame:
+    "The rows, which know of how many the model's quantiles crossed"
+    rows.attrs['crossed'] = crossed
+    return rows
 
 
 def _series_in(source, setup:Setup) -> Series:
-    "Series as they are; a path or a frame is read"
-    return source if isinstance(source, Series) else read_series(source, setup.coding.spec)
+    "Series in the zone of the training; a path or a frame is read"
+    series = source if isinstance(source, Series) else read_series(source, setup.coding.spec)
+    both = series.zone is not None and setup.coding.zone is not None
+    return replace(series, zone=setup.coding.zone) if both else series
 
 
 def _rows(windows:Windows, quantiles:torch.Tensor, levels:tuple[float, ...]) -> pd.DataFrame:
@@ -248,8 +277,9 @@ def _rows(windows:Windows, quantiles:torch.Tensor, levels:tuple[float, ...]) -> 
 # %% ../nbs/28_forecast.ipynb #676c4c84
 def _day(setup:Setup) -> int|None:
     "Rows of a day, if they are a whole number that the past holds"
+    if setup.coding.spec.step in (None, 'row'): return None
     try: n = pd.Timedelta('1D') / pd.Timedelta(_offset(setup.coding.spec.step))
-    except (ValueError, TypeError): return None         # months differ; rows without a step have no day
+    except (ValueError, TypeError): return None         # months and business days differ
     return int(n) if n == int(n) and 1 < n <= setup.min_past else None
 
 
@@ -261,20 +291,20 @@ def backtest(
     season:int|None=None,    # rows after which the target comes again; None: a day, if the past holds one
     batch_size:int=64,       # windows at once
 ) -> pd.DataFrame:           # model, window, ids, time, ahead, target and a column a quantile
-    "Forecasts from every row of a part, by the model, by the last value and by the last season"
+    "Forecasts of a part by the model, the last value and the last season; `attrs['crossed']`: rows sorted"
+    season = _day(run.setup) if season is None else _check_season(season, run.setup.min_past)
     series = _series_in(source, run.setup)
     windows, train = run.setup.windows(series, part, stride), run.setup.windows(series, 'train')
-    all_quantiles = {'tft': windows.unscaled(predict(run.model, windows, batch_size)),
-                     'last value': naive(windows, train, run.levels)}
-    season = season or _day(run.setup)
-    if season is not None: all_quantiles['seasonal naive'] = naive(windows, train, run.levels, season)
-    return pd.concat([_rows(windows, q, run.levels).assign(model=name) for name, q in all_quantiles.items()],
-                     ignore_index=True)
+    quantiles, crossed = _predicted(run.model, windows, batch_size)
+    said = {'tft': windows.unscaled(quantiles), 'last value': naive(windows, train, run.levels)}
+    if season is not None: said['seasonal naive'] = naive(windows, train, run.levels, season)
+    rows = [_rows(windows, q, run.levels).assign(model=name) for name, q in said.items()]
+    return _telling(pd.concat(rows, ignore_index=True), crossed)
 
 # %% ../nbs/28_forecast.ipynb #afe7a837
 def _quantile_columns(rows:pd.DataFrame) -> list[str]:
     "Names of the columns of quantiles, such as q0.5"
-    return [c for c in rows.columns if c[0] == 'q' and c[1:].replace('.', '', 1).isdigit()]
+    return [c for c in rows.columns if c[0] == 'q' and _RESULT.fullmatch(c)]
 
 
 def scores(
@@ -372,7 +402,7 @@ def plot_importance(
 ):
     "Bars of the largest weights"
     largest = weights.sort_values()[-n:]
-    ax.barh(largest.index.astype(str), largest)
+    ax.barh([as_label(c) for c in largest.index], largest)
     ax.set(xlabel='selection weight (share)')
 
 
@@ -382,7 +412,7 @@ def plot_over_time(
     n:int=5,               # of the largest
 ):
     "Lines of the largest weights over the steps"
-    for c in weights.mean().sort_values()[-n:].index: ax.plot(weights.index, weights[c], label=str(c))
+    for c in weights.mean().sort_values()[-n:].index: ax.plot(weights.index, weights[c], label=as_label(c))
     ax.set(xlabel='step before the first target', ylabel='selection weight (share)')
     ax.legend(fontsize=8)
 

@@ -145,6 +145,7 @@ def test_a_forecast_is_the_model_on_the_last_rows(scale):
         batch = windows.batch(torch.tensor([int((windows.origins == last).nonzero())]))
         with torch.no_grad(): q = run.model(batch).quantiles[0].double()
         group = i if scale == 'series' else 0
+        q = q.sort(-1).values                                 # an untrained model's quantiles cross
         q = q * setup.coding.scales[group][0] + setup.coding.means[group][0]
         got = rows[rows.id == i + 1][[f'q{o:g}' for o in LEVELS]].to_numpy()
         assert np.allclose(got, q.numpy(), atol=1e-5)
