@@ -188,7 +188,8 @@ def _check_columns(names, spec:SeriesSpec):
         raise ValueError(f'column {", ".join(map(repr, lost))} is not in the data, '
                          f'which has {", ".join(map(str, names))}')
     if twice := [c for c in spec.columns if list(names).count(c) > 1]:
-        raise ValueError(f'column {twice[0]!r} is there {list(names).count(twice[0])} times; rename all but one')
+        raise ValueError(f'column {twice[0]!r} is there {list(names).count(twice[0])} times; '
+                         'rename all but one')
 
 # %% ../nbs/13_columns.ipynb #f0e3974e
 _MISSING = pa.array([*pacsv.ConvertOptions().null_values, '<NA>', 'None', 'NaT'])   # no number, in a CSV
@@ -262,7 +263,7 @@ def _from_frame(frame:pd.DataFrame, spec:SeriesSpec) -> pa.Table:
 def column_kinds(
     path,              # of a .parquet or .csv file
 ) -> dict[str, str]:   # column → time, number or name
-    "What each column of a file holds, by the rules that `read_series` reads by; a column of nothing is a name"
+    "What each column of a file holds, by the rules of `read_series`; a column of nothing is a name"
     path = Path(path)
     if not path.is_file(): raise ValueError(f'cannot read {str(path)!r}: there is no such file')
     with _reading(path) as csv:
@@ -509,7 +510,8 @@ def _later(
 ) -> list[np.ndarray]:
     "The stamps that come after rows, nanoseconds since 1970"
     offset, pairs = _offset(step), list(zip(rows.tolist(), counts.tolist(), strict=True))
-    if (ns := _clock_step(offset)) is not None: return [stamps[r] + ns * np.arange(1, n + 1) for r, n in pairs]
+    if (ns := _clock_step(offset)) is not None:
+        return [stamps[r] + ns * np.arange(1, n + 1) for r, n in pairs]
     local = _local(stamps, zone)
     def after(t, n): return [*accumulate(range(n), lambda t, _: t + offset, initial=t)][1:]
     return [_instants(pd.DatetimeIndex(after(local[r], n), dtype='M8[ns]'), zone) for r, n in pairs]
@@ -589,11 +591,11 @@ def _common_step(series:Series) -> str|None:
     if not inner.any(): return None
     stamps, zone, hour = series.stamps, series.zone, 3600 * 10**9
     n = _commonest(np.diff(stamps)[inner])
-    clock = f'{n // hour}h' if n % hour == 0 else pd.tseries.frequencies.to_offset(pd.Timedelta(n, 'ns')).freqstr
+    clock = pd.tseries.frequencies.to_offset(pd.Timedelta(n, 'ns')).freqstr if n % hour else f'{n // hour}h'
     steps = [*_calendar_steps(_local(stamps, zone), inner), clock] if n > 20 * hour else [clock]
     kept = {o: int((_follows(stamps, zone, o) & inner).sum()) for o in steps}
-    best = _offset(max(kept, key=kept.get))             # the first of equals
-    return f'months={best.months}' if isinstance(best, pd.DateOffset) and hasattr(best, 'months') else best.freqstr
+    best = max(kept, key=kept.get)                      # the first of equals
+    return best if best.startswith('months') else _offset(best).freqstr
 
 
 def _calendar_steps(local:pd.DatetimeIndex, inner:np.ndarray) -> list[str]:

@@ -58,7 +58,9 @@ class Setup:
         "The windows of one part of a series"
         table = encode(series, self.coding, dtype)
         return Windows(table, self.lookback, self.horizon, self.parts, part, self.min_past, stride)
-    def gaps(self, series:Series) -> Gaps: "What gaps cost"; return gaps_of(series, self.min_past, self.horizon)
+    def gaps(self, series:Series) -> Gaps:
+        "What the gaps of a series cost"
+        return gaps_of(series, self.min_past, self.horizon)
 
 # %% ../nbs/28_forecast.ipynb #95ee7652
 def setup_of(
@@ -243,7 +245,7 @@ def forecast(
     source,            # path, DataFrame or Series; `min_past` rows without a gap end each series
     batch_size:int=64, # series at once
 ) -> pd.DataFrame:     # ids, time, ahead and a column a quantile; a row a series and step
-    "Quantiles of the steps after the last known target of each series; `attrs['crossed']`: rows that were sorted"
+    "Quantiles after the last known target of each series; `attrs['crossed']`: rows that had to be sorted"
     o = run.setup
     series = extended(_series_in(source, o), o.horizon)
     windows = o.windows(series, 'future')

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from .columns import as_label
 from .files import load_checkpoint, write_whole
 from .meter import human
 from .schedule import data_gap, read_curve
@@ -198,7 +199,7 @@ def plot_history(
     name:str,  # of a number
 ):
     "One number of the evaluations by epoch, with the true past as input and with the model's own"
-    title, shown = f'Which evaluation has the best {name}?', []
+    title, shown = f'Which evaluation has the best {as_label(name)}?', []
     for column, label in ((name, 'true past'), (f'free_{name}', 'own past')):
         known = _finite(history, column)
         if not len(known): continue
@@ -206,7 +207,7 @@ def plot_history(
         at = known.loc[known[column].idxmax() if _higher_is_better(name) else known[column].idxmin()]
         shown.append(f'{label}: epoch {int(at.epoch) + 1} ({at[column]:.4g})')
     if not shown: return _nothing(ax, title, 'no evaluation yet')
-    ax.set(title=title + '\n' + ', '.join(shown), xlabel='epochs', ylabel=name)
+    ax.set(title=title + '\n' + ', '.join(shown), xlabel='epochs', ylabel=as_label(name))
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend()
 
@@ -305,7 +306,8 @@ def _row(cells:list, tag:str='td') -> str:
 
 def _picture(figure:Figure, png:bytes) -> str:
     "A figure inside the page, and its titles for who cannot see it"
-    titles = ' | '.join(ax.get_title().replace('\n', ' ') for ax in figure.axes if ax.get_title())
+    texts = [ax.get_title().replace('\n', ' ').replace(r'\$', '$') for ax in figure.axes]
+    titles = ' | '.join(o for o in texts if o)
     data = base64.b64encode(png).decode()
     return f'<img alt="{escape(titles)}" src="data:image/png;base64,{data}">'
 

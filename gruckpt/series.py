@@ -111,7 +111,7 @@ def _origins(
 
 
 def _fits(run:np.ndarray, horizon:int, min_past:int) -> np.ndarray:
-    "Whether the past and the targets of a window lie in one stretch, for each row that could begin the targets"
+    "Whether past and targets of a window lie in one stretch, for each row that could begin the targets"
     start = np.arange(max(0, len(run) - horizon + 1))
     return run[start + horizon - 1] <= start - min_past
 
@@ -182,7 +182,7 @@ def _back(windows:Windows, values:torch.Tensor) -> torch.Tensor:
     of = np.searchsorted(series.first, windows.origins.numpy(), 'right') - 1
     group, shape = _groups_of(series, coding)[of], (-1, *(1,) * (values.ndim - 1))
     means, scales = (torch.tensor(o, dtype=torch.double)[:, 0] for o in (coding.means, coding.scales))
-    out = values.to(torch.double, copy=True)                # the only bytes that grow with the windows' targets
+    out = values.to(torch.double, copy=True)    # all that grows with the windows
     return out.mul_(scales[group].view(shape)).add_(means[group].view(shape))
 
 
@@ -277,7 +277,8 @@ class Gaps:
         if not self.found: return f'no gap at a step of {self.step}'
         first = sorted(self.found, key=lambda o: -o.n_windows)[:3]
         said = '; '.join(map(str, first)) + ('; ...' if len(self) > 3 else '')
-        return (f'{len(self):,} at a step of {self.step} cost {self.n_lost:,} of {self.n_lost + self.n_windows:,} '
+        of = self.n_lost + self.n_windows
+        return (f'{len(self):,} at a step of {self.step} cost {self.n_lost:,} of {of:,} '
                 f"windows: {said}; fill the rows, or set the step to 'row' if a gap means nothing")
 
 # %% ../nbs/15_series.ipynb #deb7ad54

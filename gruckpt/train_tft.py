@@ -32,21 +32,8 @@ from .train_lm import _PRECISIONS
 # %% ../nbs/33_train_tft.ipynb #32d68a63
 def _kinds(path:Path) -> dict[str, str]:
     "time, number or name for each column of a .parquet or .csv file"
-    import pyarrow as pa
-    import pyarrow.csv as pacsv
-    import pyarrow.parquet as pq
-    if not path.is_file(): raise ValueError(f'cannot read {str(path)!r}: there is no such file')
-    try:
-        if path.suffix.lower() == '.csv':
-            with open(path, 'rb') as f: schema = pacsv.open_csv(f).schema
-        else: schema = pq.read_schema(path)
-    except pa.ArrowException as e: raise ValueError(f'cannot read {str(path)!r}: {e}') from e
-    t = pa.types
-    def kind(o):
-        if t.is_timestamp(o) or t.is_date(o): return 'time'
-        numbers = t.is_integer(o), t.is_floating(o), t.is_decimal(o), t.is_boolean(o)
-        return 'number' if any(numbers) else 'name'
-    return {f.name: kind(f.type) for f in schema}
+    from gruckpt.columns import column_kinds
+    return column_kinds(path)
 
 # %% ../nbs/33_train_tft.ipynb #290d7a57
 _ROLES = ('ids', 'static', 'observed', 'known', 'categorical', 'ignore')
@@ -68,17 +55,21 @@ def _roles(
     o:SimpleNamespace,       # options by name
     kinds:dict[str, str],    # of the columns
 ) -> dict:                   # plain values of a SeriesSpec
-    "The role of every column"
+    "The role of every column; `o.left_out` becomes the indices that have none"
+    from gruckpt.columns import unnamed_columns
     lists = {r: _names(getattr(o, r)) for r in _ROLES}
     for role, names in ('time', _names(o.time)), ('target', _names(o.target)), *lists.items():
         if lost := [c for c in names if c not in kinds]:
             raise ValueError(f'--{role}: column {lost[0]!r} is not in the data, which has '
                              f'{", ".join(kinds)}')
     time = _alone(o.time, '--time', [c for c, k in kinds.items() if k == 'time'], 'columns of stamps')
-    numbers = [c for c, k in kinds.items() if k == 'number']
+    spare = unnamed_columns(kinds)
+    numbers = [c for c, k in kinds.items() if k == 'number' and c not in spare]
     if not o.target: numbers = [c for c in numbers if c.lower() in ('target', 'y')] or numbers
     target = _alone(o.target, '--target', numbers, 'numbers that it could be')
     taken = {time, target, *(c for r in ('ids', 'static', 'observed', 'known', 'ignore') for c in lists[r])}
+    o.left_out = tuple(c for c in spare if c not in taken)
+    taken |= {*o.left_out}
     observed = lists['observed'] + tuple(c for c, k in kinds.items() if c not in taken and k != 'time')
     def cat(c): return kinds[c] != 'number' or c in lists['categorical']
     roles = {'static': lists['static'], 'observed': observed, 'known': lists['known']}
@@ -102,18 +93,9 @@ def _spec(o:SimpleNamespace):
 def _with_calendar(series, calendar:str):
     "The series with calendar inputs: those named, or what its step leaves to tell"
     if series.spec.calendar_cats or series.spec.calendar_reals or calendar == 'none': return series
-    named = _by_step(series.spec.step) if calendar == 'auto' else _names(calendar)
+    from gruckpt.columns import calendar_of_step
+    named = calendar_of_step(series.spec.step) if calendar == 'auto' else _names(calendar)
     return replace(series, spec=replace(series.spec, calendar_cats=named))
-
-
-def _by_step(step:str|None) -> tuple[str, ...]:
-    "Calendar inputs that change from row to row"
-    from gruckpt.columns import _offset
-    import pandas as pd
-    if step in (None, 'row'): return ()
-    days = ('month',) if 'D' not in step else ('weekday', 'month')
-    try: return ('hour', 'weekday') if pd.Timedelta(_offset(step)) < pd.Timedelta('1D') else days
-    except (ValueError, TypeError): return days        # months and business days have no fixed length
 
 # %% ../nbs/33_train_tft.ipynb #d33c1f23
 def _levels(text:str) -> tuple[float, ...]:
@@ -194,6 +176,13 @@ def _shown(spec) -> str:
     return '\n'.join(out)
 
 
+def _notes(o:SimpleNamespace, gaps) -> list[str]:
+    "Lines about columns that are no inputs and rows that are not there; none where there are none"
+    left = vars(o).get('left_out')
+    return ([f'left    {", ".join(left)}: an index without a name, no input unless named'] if left else []) + (
+        [f'gaps    {gaps}'] if len(gaps) else [])
+
+
 def _prepared(o:SimpleNamespace, found) -> tuple:
     "Series and setup: those of the run that goes on, or new ones"
     from gruckpt.forecast import Setup, setup_of
@@ -226,6 +215,7 @@ def _trainer(o:SimpleNamespace, found) -> tuple:
     n = sum(p.numel() for p in trainer.model.parameters())
     return trainer, series, [
         f'data    {o.parquet_file}: {len(series):,} rows of {len(series.keys)} series', _shown(series.spec),
+        *_notes(o, setup.gaps(series)),
         f'windows {len(trainer.stream.windows):,} to train on, {o.lookback} rows back, {o.horizon} ahead',
         f'model   {spec.hidden} wide, {n:,} parameters, {o.precision}, {o.device}',
         f'tier    {tier}' + ('' if peak is None else f', {human(peak)} predicted'),
@@ -361,11 +351,13 @@ def _forecast_command(
         if new: say(new)
         if quiet: return
         typer.echo(f'{out}: {len(rows)} rows, {len(series.keys)} series, the weights of step {found.step}')
+        if n := rows.attrs['crossed']: typer.echo(f'{n} of them had quantiles that crossed: sorted')
 
 # %% ../nbs/33_train_tft.ipynb #f2b58577
 def _plots(found, windows, rows, folder:Path):
     "Draw bands.png, importance.png and attention.png"
     from matplotlib.figure import Figure
+    from gruckpt.columns import as_label
     from gruckpt.files import write_whole
     from gruckpt.forecast import explain, plot_attention, plot_forecast, plot_importance, plot_over_time
     spec, seen = found.setup.coding.spec, explain(found, windows)
@@ -376,7 +368,8 @@ def _plots(found, windows, rows, folder:Path):
         write_whole(folder/name, lambda f: figure.savefig(f, format='png'))
     def bands(ax):
         plot_forecast(one, ax, spec.target, time=spec.time)
-        ax.set(title='One step ahead, the first 200 windows', xlabel=spec.time, ylabel=spec.target)
+        x, y = as_label(spec.time), as_label(spec.target)
+        ax.set(title='One step ahead, the first 200 windows', xlabel=x, ylabel=y)
         ax.tick_params('x', rotation=30)
     def importance(a, b):
         plot_importance(seen.past.mean(), a)
@@ -406,4 +399,5 @@ def _backtest_command(
         if out is not None: _write_table(rows, out)
         if plots is not None: _plots(found, found.setup.windows(series, part, stride), rows, plots)
         if new: say(new)
+        if n := rows.attrs['crossed']: typer.echo(f'{n} forecasts had quantiles that crossed: sorted')
         typer.echo(scores(rows, found.setup.coding.spec.target).round(4).to_string())

@@ -213,7 +213,8 @@ def test_a_group_without_training_rows_has_a_scale():
     coding = fit_coding(series, Parts(int(series.stamps[20]), int(series.stamps[30])))
     first = int(series.first[1])                    # of one row the mean; the deviation is that of the others
     assert coding.means[1] == (series.reals['y'][first], series.reals['x'][first])
-    assert coding.scales[1] == fit_coding(replace(series, spec=SPEC), Parts(int(series.stamps[20]), 1)).scales[0]
+    shared = fit_coding(replace(series, spec=SPEC), Parts(int(series.stamps[20]), 1))
+    assert coding.scales[1] == shared.scales[0]
 
 
 def test_codes_are_those_of_the_training():
