@@ -155,7 +155,8 @@ class Windows:
         return _cut_out(self.table, self.origins[index], self.lookback, self.horizon, index, whole)
     def batches(self, batch_size:int) -> Iterator[WindowBatch]:
         "All windows in order, the last batch perhaps smaller"
-        for index in torch.arange(len(self)).split(batch_size): yield self.batch(index)
+        n = len(self)
+        for a in range(0, n, batch_size): yield self.batch(torch.arange(a, min(a + batch_size, n)))
     def frame(self, index:torch.Tensor) -> pd.DataFrame: "What the targets are"; return _labels(self, index)
     def targets(self) -> torch.Tensor: "As they were, N x H; nan where missing"; return _truth(self)
     def unscaled(self, values:torch.Tensor) -> torch.Tensor: "N x ..., as it was"; return _back(self, values)

@@ -179,8 +179,8 @@ def _shown(spec) -> str:
 def _notes(o:SimpleNamespace, gaps) -> list[str]:
     "Lines about columns that are no inputs and rows that are not there; none where there are none"
     left = vars(o).get('left_out')
-    return ([f'left    {", ".join(left)}: an index without a name, no input unless named'] if left else []) + (
-        [f'gaps    {gaps}'] if len(gaps) else [])
+    out = [f'left    {", ".join(left)}: an index without a name, no input unless named'] if left else []
+    return [*out, f'gaps    {gaps}'] if len(gaps) else out
 
 
 def _prepared(o:SimpleNamespace, found) -> tuple:
