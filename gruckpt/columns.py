@@ -7,6 +7,7 @@ __all__ = ['SeriesSpec', 'column_kinds', 'unnamed_columns', 'as_label', 'Series'
 
 # %% ../nbs/13_columns.ipynb #7d4c2180
 import re
+import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
@@ -37,6 +38,28 @@ class _Roles:
     @property
     def columns(self): return tuple(dict.fromkeys((self.time, *self.ids, *self.reals, *self.cats)))
     def to_dict(self) -> dict: return {k: list(v) if k in _TUPLES else v for k, v in asdict(self).items()}
+
+# %% ../nbs/13_columns.ipynb #66267c64
+_RESULT = re.compile(r'model|window|ahead|q(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?')   # columns that results have
+
+
+def _refuse_reserved(spec:_Roles):
+    "Raise if a column that goes into results is called like one that they have"
+    for role, names in ('time', (spec.time,)), ('target', (spec.target,)), ('ids', spec.ids):
+        if taken := [c for c in names if _RESULT.fullmatch(c)]:
+            raise ValueError(f'{role}: column {taken[0]!r} is called like a column of forecasts, which have '
+                             'model, window, ahead and quantiles such as q0.5; rename it in the data')
+
+
+def _offset(step:str):
+    "The step as pandas adds it"
+    if found := re.fullmatch(r'months=([1-9]\d*)', str(step)): return pd.DateOffset(months=int(found[1]))
+    wrong = ValueError("step must be as pandas writes it, such as '15min', 'D' or 'MS', or 'months=1' for "
+                       f'the same day of every month, got {step!r}')
+    try: offset = pd.tseries.frequencies.to_offset(step)
+    except (ValueError, TypeError) as e: raise wrong from e
+    if offset is None or offset.n < 1: raise wrong
+    return offset
 
 # %% ../nbs/13_columns.ipynb #b4e41d2a
 @dataclass(frozen=True)
@@ -133,27 +156,38 @@ def _spec_of(cls:type, values:dict) -> SeriesSpec:
                          f'got {values!r}')
     return cls(**{k: tuple(v) if k in _TUPLES and isinstance(v, list) else v for k, v in values.items()})
 
-# %% ../nbs/13_columns.ipynb #88c9132e
-_RESULT = re.compile(r'model|window|ahead|q(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?')   # columns that results have
+# %% ../nbs/13_columns.ipynb #f0e3974e
+_MISSING = pa.array([*pacsv.ConvertOptions().null_values, '<NA>', 'None', 'NaT'])   # no number, in a CSV
+_BOOLEANS = pa.array(['true', 'false'])
 
 
-def _refuse_reserved(spec:SeriesSpec):
-    "Raise if a column that goes into results is called like one that they have"
-    for role, names in ('time', (spec.time,)), ('target', (spec.target,)), ('ids', spec.ids):
-        if taken := [c for c in names if _RESULT.fullmatch(c)]:
-            raise ValueError(f'{role}: column {taken[0]!r} is called like a column of forecasts, which have '
-                             'model, window, ahead and quantiles such as q0.5; rename it in the data')
+def _csv_names(path:Path) -> list[str]:
+    "Of the columns; one without a name is called as pandas calls it"
+    with open(path, 'rb') as f: names = pacsv.open_csv(f).schema.names
+    return [c or f'Unnamed: {i}' for i, c in enumerate(names)]
 
 
-def _offset(step:str):
-    "The step as pandas adds it"
-    if found := re.fullmatch(r'months=([1-9]\d*)', str(step)): return pd.DateOffset(months=int(found[1]))
-    wrong = ValueError("step must be as pandas writes it, such as '15min', 'D' or 'MS', or 'months=1' for "
-                       f'the same day of every month, got {step!r}')
-    try: offset = pd.tseries.frequencies.to_offset(step)
-    except (ValueError, TypeError) as e: raise wrong from e
-    if offset is None or offset.n < 1: raise wrong
-    return offset
+def _csv_texts(path:Path, names:list[str], columns) -> pa.Table:
+    "Columns of a CSV as text; an empty field is missing"
+    read = pacsv.ReadOptions(column_names=names, skip_rows_after_names=1)
+    options = pacsv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), null_values=[''],
+                                   include_columns=list(columns), strings_can_be_null=True)
+    return pacsv.read_csv(path, read_options=read, convert_options=options)
+
+
+def _typed(
+    texts:pa.ChunkedArray,   # a column of a CSV
+) -> tuple:                  # as what all of them are; texts without those that say that nothing is there
+    "Booleans, float64, texts, or nulls where there is no value at all"
+    there = pc.if_else(pc.is_in(pc.utf8_trim_whitespace(texts), _MISSING), None, texts)
+    low = pc.utf8_lower(pc.utf8_trim_whitespace(there))
+    if there.null_count == len(there): return pa.chunked_array([pa.nulls(len(there))]), there
+    if pc.all(pc.is_in(low.drop_null(), _BOOLEANS)).as_py(): return pc.equal(low, 'true'), there
+    first = pc.drop_null(there).slice(0, 1000).to_pandas()                  # most names show at once
+    if pd.to_numeric(first, errors='coerce').isna().any(): return texts, there
+    numbers = pd.to_numeric(there.to_pandas(), errors='coerce').to_numpy(np.float64, na_value=np.nan)
+    if np.isnan(numbers).sum() > there.null_count: return texts, there
+    return pa.chunked_array([pa.array(numbers, from_pandas=True)]), there
 
 # %% ../nbs/13_columns.ipynb #9aebcde3
 _NUMERIC = pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean
@@ -191,40 +225,7 @@ def _check_columns(names, spec:SeriesSpec):
         raise ValueError(f'column {twice[0]!r} is there {list(names).count(twice[0])} times; '
                          'rename all but one')
 
-# %% ../nbs/13_columns.ipynb #f0e3974e
-_MISSING = pa.array([*pacsv.ConvertOptions().null_values, '<NA>', 'None', 'NaT'])   # no number, in a CSV
-_BOOLEANS = pa.array(['true', 'false'])
-
-
-def _csv_names(path:Path) -> list[str]:
-    "Of the columns; one without a name is called as pandas calls it"
-    with open(path, 'rb') as f: names = pacsv.open_csv(f).schema.names
-    return [c or f'Unnamed: {i}' for i, c in enumerate(names)]
-
-
-def _csv_texts(path:Path, names:list[str], columns) -> pa.Table:
-    "Columns of a CSV as text; an empty field is missing"
-    read = pacsv.ReadOptions(column_names=names, skip_rows_after_names=1)
-    options = pacsv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), null_values=[''],
-                                   include_columns=list(columns), strings_can_be_null=True)
-    return pacsv.read_csv(path, read_options=read, convert_options=options)
-
-
-def _typed(
-    texts:pa.ChunkedArray,   # a column of a CSV
-) -> tuple:                  # as what all of them are; texts without those that say that nothing is there
-    "Booleans, float64, texts, or nulls where there is no value at all"
-    there = pc.if_else(pc.is_in(pc.utf8_trim_whitespace(texts), _MISSING), None, texts)
-    low = pc.utf8_lower(pc.utf8_trim_whitespace(there))
-    if there.null_count == len(there): return pa.chunked_array([pa.nulls(len(there))]), there
-    if pc.all(pc.is_in(low.drop_null(), _BOOLEANS)).as_py(): return pc.equal(low, 'true'), there
-    first = pc.drop_null(there).slice(0, 1000).to_pandas()                  # most names show at once
-    if pd.to_numeric(first, errors='coerce').isna().any(): return texts, there
-    numbers = pd.to_numeric(there.to_pandas(), errors='coerce').to_numpy(np.float64, na_value=np.nan)
-    if np.isnan(numbers).sum() > there.null_count: return texts, there
-    return pa.chunked_array([pa.array(numbers, from_pandas=True)]), there
-
-# %% ../nbs/13_columns.ipynb #e7429565
+# %% ../nbs/13_columns.ipynb #30dcc56c
 def _from_csv(path:Path, spec:SeriesSpec) -> pa.Table:
     "The needed columns of a CSV: numbers as such, names as they are written"
     names = _csv_names(path)
@@ -498,7 +499,9 @@ def _follows(
     offset = _offset(step)
     if (n := _clock_step(offset)) is not None: return np.diff(stamps) == n
     local = _local(stamps, zone)
-    return np.asarray(local[:-1] + offset == local[1:])
+    with warnings.catch_warnings():                       # some steps are added row by row
+        warnings.simplefilter('ignore', pd.errors.PerformanceWarning)
+        return np.asarray(local[:-1] + offset == local[1:])
 
 
 def _later(
@@ -515,6 +518,44 @@ def _later(
     local = _local(stamps, zone)
     def after(t, n): return [*accumulate(range(n), lambda t, _: t + offset, initial=t)][1:]
     return [_instants(pd.DatetimeIndex(after(local[r], n), dtype='M8[ns]'), zone) for r, n in pairs]
+
+# %% ../nbs/13_columns.ipynb #b658f01c
+def _commonest(values:np.ndarray) -> int:
+    found, counts = np.unique(values, return_counts=True)
+    return int(found[counts.argmax()])
+
+
+def _common_step(series:Series) -> str|None:
+    "The step that most rows keep, the calendar's before the clock's; None where no series has two rows"
+    inner = np.diff(series.series_of) == 0
+    if not inner.any(): return None
+    stamps, zone, hour = series.stamps, series.zone, 3600 * 10**9
+    n = _commonest(np.diff(stamps)[inner])
+    clock = pd.tseries.frequencies.to_offset(pd.Timedelta(n, 'ns')).freqstr if n % hour else f'{n // hour}h'
+    steps = [*_calendar_steps(_local(stamps, zone), inner), clock] if n > 20 * hour else [clock]
+    kept = {o: int((_follows(stamps, zone, o) & inner).sum()) for o in steps}
+    best = max(kept, key=kept.get)                      # the first of equals
+    return best if best.startswith('months') else _offset(best).freqstr
+
+
+def _calendar_steps(local:pd.DatetimeIndex, inner:np.ndarray) -> list[str]:
+    "Steps of the calendar that rows might keep"
+    days, rest = divmod(_commonest(np.diff(local.as_unit('ns').asi8)[inner]), 24 * 3600 * 10**9)
+    months = _commonest(np.diff(12 * local.year.to_numpy() + local.month.to_numpy())[inner])
+    even = [f'{days}D'] if rest == 0 else []
+    if days < 28: return even + (['B'] if days == 1 else [])
+    return [*(f'{months}{o}' for o in ('MS', 'ME', 'BMS', 'BME')), f'months={months}', *even]
+
+
+def calendar_of_step(
+    step:str|None,        # of a `SeriesSpec`
+) -> tuple[str, ...]:     # names of calendar inputs
+    "What the calendar tells apart from row to row: hour, weekday and month, as far as the step leaves them"
+    if step in (None, 'row'): return ()
+    grid, day = pd.date_range('2024-01-01', periods=15, freq=_offset(step)), pd.Timedelta(days=1)
+    gaps = grid[1:] - grid[:-1]
+    if gaps.min() < day: return 'hour', 'weekday'
+    return (('weekday',) if gaps.max() < 7 * day else ()) + (('month',) if gaps.max() < 360 * day else ())
 
 # %% ../nbs/13_columns.ipynb #5ec9a841
 def _grouped(table:pa.Table, spec:SeriesSpec) -> tuple:
@@ -578,44 +619,6 @@ def _known(target:np.ndarray, first:np.ndarray) -> np.ndarray:
     "Rows of each series up to its last known target"
     ends = pairwise(first)
     return np.array([np.flatnonzero(~np.isnan(target[a:b])).max(initial=-1) + 1 for a, b in ends])
-
-# %% ../nbs/13_columns.ipynb #b658f01c
-def _commonest(values:np.ndarray) -> int:
-    found, counts = np.unique(values, return_counts=True)
-    return int(found[counts.argmax()])
-
-
-def _common_step(series:Series) -> str|None:
-    "The step that most rows keep, the calendar's before the clock's; None where no series has two rows"
-    inner = np.diff(series.series_of) == 0
-    if not inner.any(): return None
-    stamps, zone, hour = series.stamps, series.zone, 3600 * 10**9
-    n = _commonest(np.diff(stamps)[inner])
-    clock = pd.tseries.frequencies.to_offset(pd.Timedelta(n, 'ns')).freqstr if n % hour else f'{n // hour}h'
-    steps = [*_calendar_steps(_local(stamps, zone), inner), clock] if n > 20 * hour else [clock]
-    kept = {o: int((_follows(stamps, zone, o) & inner).sum()) for o in steps}
-    best = max(kept, key=kept.get)                      # the first of equals
-    return best if best.startswith('months') else _offset(best).freqstr
-
-
-def _calendar_steps(local:pd.DatetimeIndex, inner:np.ndarray) -> list[str]:
-    "Steps of the calendar that rows might keep"
-    days, rest = divmod(_commonest(np.diff(local.as_unit('ns').asi8)[inner]), 24 * 3600 * 10**9)
-    months = _commonest(np.diff(12 * local.year.to_numpy() + local.month.to_numpy())[inner])
-    even = [f'{days}D'] if rest == 0 else []
-    if days < 28: return even + (['B'] if days == 1 else [])
-    return [*(f'{months}{o}' for o in ('MS', 'ME', 'BMS', 'BME')), f'months={months}', *even]
-
-
-def calendar_of_step(
-    step:str|None,        # of a `SeriesSpec`
-) -> tuple[str, ...]:     # names of calendar inputs
-    "What the calendar tells apart from row to row: hour, weekday and month, as far as the step leaves them"
-    if step in (None, 'row'): return ()
-    grid, day = pd.date_range('2024-01-01', periods=15, freq=_offset(step)), pd.Timedelta(days=1)
-    gaps = grid[1:] - grid[:-1]
-    if gaps.min() < day: return 'hour', 'weekday'
-    return (('weekday',) if gaps.max() < 7 * day else ()) + (('month',) if gaps.max() < 360 * day else ())
 
 # %% ../nbs/13_columns.ipynb #d25ec3fb
 def read_series(
