@@ -252,7 +252,7 @@ class Gap:
 
     def __str__(self): return f'{self.series}, {self.after} to {self.until} ({self.n_windows:,} windows)'
 
-
+# %% ../nbs/15_series.ipynb #5ce2347d
 @dataclass(frozen=True)
 class Gaps:
     """The gaps of a table and what they cost.
