@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from .cells import CellWeights, _add_mm, _add_rows
-from .recurrent import _ONCE, _cast, _sum_of
-from .scan import grad_sink, is_plain
+from .recurrent import _cast_one, _once, _own, _slots, _sums
+from .scan import _NO_DUALS, grad_sink, is_plain, refuse_transforms
 
 # %% ../nbs/06_head.ipynb #503f549d
 def _wide(t:torch.Tensor) -> torch.dtype: return torch.promote_types(t.dtype, torch.float32)
@@ -87,23 +87,29 @@ class _HeadLoss(torch.autograd.Function):
         ctx.sink, dtype, N = grad_sink(), x_ND.dtype, len(x_ND)
         again = ctx.sink is not None and ctx.sink.again
         kept_NV = x_ND.new_empty(N, len(weight), dtype=_wide(x_ND)) if keep == 'gates' else None
-        w = _cast(CellWeights(weight, None, bias), dtype, ctx.sink)
+        ctx.slots = _slots(ctx.sink, (weight, bias))
+        w = _in(dtype, weight, bias, ctx.slots)
         ctx.save_for_backward(x_ND, targets_N, weight, bias, kept_NV)
         if again and keep == 'hidden': return x_ND.new_zeros((), dtype=_wide(x_ND))      # nobody looks
         with torch.autocast(x_ND.device.type, enabled=False): return _forward(x_ND, targets_N, w, kept_NV)
 
     @staticmethod
     def backward(ctx, g):
-        if torch.is_grad_enabled(): raise RuntimeError(_ONCE)
+        _once()
         x_ND, targets_N, weight, bias, kept_NV = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        sums = [_sum_of(t, wanted, ctx.sink) for t, wanted in zip((weight, bias), needs[3:])]
-        dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if needs[0] else None
-        w = _cast(CellWeights(weight, None, bias), x_ND.dtype, ctx.sink)
+        sums = _sums(ctx, (weight, bias))
+        dx_ND = None
+        if ctx.needs_input_grad[0]: dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format)
+        w = _in(x_ND.dtype, weight, bias, ctx.slots)
         _backward(x_ND, targets_N, w, kept_NV, g, CellWeights(sums[0], None, sums[1]), dx_ND)
-        own = [None if s is None or (ctx.sink and t.is_leaf) else s.to(t.dtype)
-               for s, t in zip(sums, (weight, bias))]
-        return dx_ND, None, None, *own
+        return dx_ND, None, None, *_own(ctx, sums, (weight, bias))
+
+    @staticmethod
+    def jvp(ctx, *tangents): raise RuntimeError(_NO_DUALS.format('head_loss'))
+
+def _in(dtype:torch.dtype, weight, bias, slots) -> CellWeights:
+    "The head's weights in the arithmetic's dtype"
+    return CellWeights(_cast_one(weight, dtype, slots[0]), None, _cast_one(bias, dtype, slots[1]))
 
 def head_loss(
     x_ND:torch.Tensor,         # what the head reads, one row a token
@@ -116,6 +122,7 @@ def head_loss(
     if is_plain():
         logits_NV = F.linear(x_ND, weight.to(x_ND.dtype), bias.to(x_ND.dtype))
         return F.cross_entropy(logits_NV.to(_wide(x_ND)), targets_N, reduction='sum')
+    refuse_transforms('head_loss')
     return _HeadLoss.apply(x_ND, targets_N, keep if torch.is_grad_enabled() else 'hidden', weight, bias)
 
 # %% ../nbs/06_head.ipynb #375b992b

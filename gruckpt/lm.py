@@ -123,6 +123,7 @@ class _Layers(nn.Module):
         V, D = spec.vocab_size, spec.hidden
         self.spec, self.embed = spec, nn.Embedding(V, D)
         self.rnn = GRU(D, D, spec.n_layers, dropout=spec.dropout, norm=spec.norm, reset=spec.reset)
+        self.rnn._read_only_output = True      # only the head and the loss read it: it need not be a copy
         self.head = nn.Linear(D, V)
         if spec.tied: self.head.weight = self.embed.weight
         nn.init.normal_(self.head.weight, std=0.25 * D**-0.5)
@@ -264,7 +265,7 @@ def _cells(
     gains = [None, *(getattr(rnn, name) if rnn.norm == 'output' else None for name in names)]
     weights = [CellWeights(*_tensors_of(rnn, k, 0, gain)) for k, gain in enumerate(gains[:-1])]
     last = gains[-1] if gains[-1] is None else gains[-1].to(dtype)
-    return [_cast(w, dtype, None) for w in weights], last
+    return [_cast(w, dtype) for w in weights], last
 
 # %% ../nbs/12_lm.ipynb #bf515868
 def _stepper(

@@ -8,6 +8,7 @@ __all__ = ['GRU', 'LSTM', 'convert', 'LayerBytes']
 # %% ../nbs/05_recurrent.ipynb #23ba92ab
 import math
 from dataclasses import dataclass, fields
+from functools import cache
 
 import numpy as np
 import torch
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .cells import (NORM_EPS, CellWeights, GRUCell, LSTMCell, NormedGRUCell, loop, norm_rows,
+from .cells import (NORM_EPS, ONCE, CellWeights, GRUCell, LSTMCell, NormedGRUCell, loop, norm_rows,
                            norm_rows_back)
-from .scan import grad_sink, is_plain, scan_segments
-from .segment import Plan
+from .scan import _NO_DUALS, _scan_spans, grad_sink, is_plain, refuse_transforms
 
 # %% ../nbs/05_recurrent.ipynb #8e2896e9
 def _mixed(
@@ -41,13 +42,12 @@ class _Drop:
     seed: int
     layer: int
     start: int
-    stride: int = 1     # -1: the steps count down
 
     def scale(self, t:int, out:torch.Tensor) -> torch.Tensor:
         "Write the masks of the steps from `t` on into `out` (steps x B x I): 0 or 1/(1-p)"
         g = torch.Generator(out.device)
         for i, o in enumerate(out.unbind()):
-            g.manual_seed(_mixed(self.seed, self.layer, self.start + self.stride * (t + i)) & 0xFFFFFFFF)
+            g.manual_seed(_mixed(self.seed, self.layer, self.start + t + i) & 0xFFFFFFFF)
             o.bernoulli_(1 - self.p, generator=g)
         return out.div_(1 - self.p) if self.p < 1 else out
 
@@ -88,12 +88,18 @@ def _default_chunk(B:int) -> int:
     return max(1, min(32, 512 // max(B, 1)))
 
 # %% ../nbs/05_recurrent.ipynb #ad06defc
-def _cast(w:CellWeights, dtype:torch.dtype, sink) -> CellWeights:
-    "The weights in the arithmetic's dtype; inside a scan, cast once a pass"
-    def cast(t):
-        if t is None or t.dtype == dtype: return t
-        return t.to(dtype) if sink is None else sink.prepare((id(t), dtype), lambda: t.to(dtype))
-    return CellWeights(*[cast(getattr(w, f.name)) for f in fields(w)])
+def _slots(sink, tensors) -> list:
+    "For every weight its slot in the running scan; None where there is none, or no scan"
+    return [None if t is None or sink is None else sink.slot(t) for t in tensors]
+
+def _cast_one(t, dtype:torch.dtype, slot=None):
+    "A weight in the arithmetic's dtype; inside a scan, cast once a pass"
+    if t is None or t.dtype == dtype: return t
+    return t.to(dtype) if slot is None else slot.prepare(dtype, lambda: t.to(dtype))
+
+def _cast(w:CellWeights, dtype:torch.dtype, slots=(None,)*7) -> CellWeights:
+    "All weights in the arithmetic's dtype"
+    return CellWeights(*[_cast_one(getattr(w, f.name), dtype, slot) for f, slot in zip(fields(w), slots)])
 
 # %% ../nbs/05_recurrent.ipynb #8f118e96
 def _layer_forward(
@@ -116,11 +122,22 @@ def _layer_forward(
     return states, gates
 
 # %% ../nbs/05_recurrent.ipynb #19e838fb
-def _sum_of(t:torch.Tensor|None, wanted:bool, sink) -> torch.Tensor|None:
-    "Where the gradient of weight `t` adds up: in the scan's sink, or in a buffer of its own"
-    if not wanted: return None
-    if sink is not None and t.is_leaf: return sink.sum_of(t)
-    return torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+def _sums(ctx, tensors) -> list:
+    "Where the gradient of each saved weight adds up: in its slot of the scan that walks back, or in a buffer"
+    def place(t, slot, wanted):
+        if not wanted: return None
+        if slot is not None: return slot.sum_like(t)
+        return torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+    return list(map(place, tensors, _adding(ctx), ctx.needs_input_grad[-len(tensors):]))
+
+def _adding(ctx) -> list:
+    "The slots that take gradients now: none while a step differentiates inside itself"
+    return ctx.slots if ctx.sink is not None and ctx.sink.adding else [None] * len(ctx.slots)
+
+def _own(ctx, sums:list, tensors) -> list:
+    "What autograd is handed: the sums that are in no slot"
+    return [None if s is None or slot is not None else s.to(t.dtype)
+            for s, slot, t in zip(sums, _adding(ctx), tensors)]
 
 # %% ../nbs/05_recurrent.ipynb #90a268ff
 def _layer_backward(
@@ -165,15 +182,21 @@ def _to_input(job:_Job, x, a:int, b:int, into_NI, gain, total, dx):
 # %% ../nbs/05_recurrent.ipynb #16d5b62f
 _ONCE = 'second derivatives do not pass through this layer; use torch.nn.GRU or LSTM'
 
+def _once():
+    "Refuse a backward pass that would be differentiated again, or is batched"
+    if torch.is_grad_enabled(): raise RuntimeError(_ONCE)
+    refuse_transforms('this layer')
+
 class _Layer(torch.autograd.Function):
     "One layer and direction as one node of the graph"
     @staticmethod
-    def forward(ctx, job, n_weights, x, *tensors):
+    def forward(ctx, job, n_states, x, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.job, ctx.n_weights, ctx.sink = job, n_weights, grad_sink()
-        w, state = tensors[:n_weights], tensors[n_weights:]
+        ctx.job, ctx.n_states, ctx.sink = job, n_states, grad_sink()
+        state, w = tensors[:n_states], tensors[n_states:]
+        ctx.slots = _slots(ctx.sink, w)
         with torch.autocast(x.device.type, enabled=False):
-            states, gates = _layer_forward(job, x, state, _cast(CellWeights(*w), job.dtype, ctx.sink))
+            states, gates = _layer_forward(job, x, state, _cast(CellWeights(*w), job.dtype, ctx.slots))
         at_once = job.top and ctx.sink is not None and ctx.sink.again
         ctx.room = gates if at_once and job.keep == 'hidden' else None
         ctx.save_for_backward(x, *w, *states, *([gates] if job.keep == 'gates' else []))
@@ -184,18 +207,19 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *dstate):
-        if torch.is_grad_enabled(): raise RuntimeError(_ONCE)
-        job, n = ctx.job, ctx.n_weights
-        x, *rest = ctx.saved_tensors
-        w, states, gates = rest[:n], rest[n:n + job.cell.n_states], rest[n + job.cell.n_states:]
+        _once()
+        job, (x, *rest), n = ctx.job, ctx.saved_tensors, len(ctx.slots)
+        w, states, gates = rest[:n], rest[n:n + ctx.n_states], rest[n + ctx.n_states:]
         dstate = [torch.zeros_like(s[0]) if d is None else d.clone() for s, d in zip(states, dstate)]
-        sums = [_sum_of(t, wanted, ctx.sink) for t, wanted in zip(w, ctx.needs_input_grad[3:])]
+        sums = _sums(ctx, w)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[2] else None
-        cast = _cast(CellWeights(*w), job.dtype, ctx.sink)
+        cast = _cast(CellWeights(*w), job.dtype, ctx.slots)
         gates, room, ctx.room = gates[0] if gates else None, ctx.room, None
         _layer_backward(job, x, states, gates, cast, dout, dstate, CellWeights(*sums), dx, room)
-        own = [None if s is None or (ctx.sink and t.is_leaf) else s.to(t.dtype) for s, t in zip(sums, w)]
-        return None, None, dx, *own, *dstate
+        return None, None, dx, *dstate, *_own(ctx, sums, w)
+
+    @staticmethod
+    def jvp(ctx, *tangents): raise RuntimeError(_NO_DUALS.format('this layer'))
 
 # %% ../nbs/05_recurrent.ipynb #094f5b9b
 def _check_options(input_size, hidden_size, num_layers, dropout, norm, seg_len, keep, chunk_len, proj_size):
@@ -214,6 +238,7 @@ def _check_options(input_size, hidden_size, num_layers, dropout, norm, seg_len, 
         raise ValueError(f'proj_size must be in 0..{hidden_size - 1} (below hidden_size), got {proj_size!r}')
 
 # %% ../nbs/05_recurrent.ipynb #8ce1c092
+@cache
 def _named(name:str, layer:int, direction:int) -> str:
     "A parameter's name in torch's manner"
     return f"{name}_l{layer}{'_reverse' if direction else ''}"
@@ -268,23 +293,25 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gain):
         ctx.sink = grad_sink()
+        ctx.slots = _slots(ctx.sink, [gain])
         ctx.save_for_backward(x, gain)
-        y, w = torch.empty_like(x, memory_format=torch.contiguous_format), _gain_in(gain, x.dtype, ctx.sink)
+        y, w = torch.empty_like(x, memory_format=torch.contiguous_format), _cast_one(gain, x.dtype, *ctx.slots)
         for a, b in _stretches(*x.shape[:2]): norm_rows(x[a:b], w, out=y[a:b])
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        if torch.is_grad_enabled(): raise RuntimeError(_ONCE)
+        _once()
         x, gain = ctx.saved_tensors
-        w, total = _gain_in(gain, x.dtype, ctx.sink), _sum_of(gain, ctx.needs_input_grad[1], ctx.sink)
+        w, sums = _cast_one(gain, x.dtype, *ctx.slots), _sums(ctx, [gain])
         dx = dy.clone(memory_format=torch.contiguous_format)
         for a, b in _stretches(*x.shape[:2]):
-            norm_rows_back(x[a:b].flatten(0, 1), w, dx[a:b].flatten(0, 1), total)
-        own = None if total is None or (ctx.sink and gain.is_leaf) else total.to(gain.dtype)
-        return dx if ctx.needs_input_grad[0] else None, own
+            norm_rows_back(x[a:b].flatten(0, 1), w, dx[a:b].flatten(0, 1), *sums)
+        return dx if ctx.needs_input_grad[0] else None, *_own(ctx, sums, [gain])
 
-def _gain_in(gain, dtype, sink): return _cast(CellWeights(None, None, gain=gain), dtype, sink).gain
+    @staticmethod
+    def jvp(ctx, *tangents): raise RuntimeError(_NO_DUALS.format('this layer'))
+
 def _stretches(T:int, B:int) -> list:
     "(start, stop) of chunks of all steps"
     n = min(_default_chunk(B), T)
@@ -297,9 +324,9 @@ def _normed(x, gain):
 # %% ../nbs/05_recurrent.ipynb #5c248fc3
 def _weights_of(rnn:_Recurrent, k:int, d:int, x_gain) -> list:
     "The tensors of `CellWeights` for layer k, direction d"
-    def get(name): return getattr(rnn, _named(name, k, d), None)
-    return [get('weight_ih'), get('weight_hh'), get('bias_ih'), get('bias_hh'),
-            get('norm') if rnn.norm == 'state' else None, get('weight_hr'), x_gain]
+    def get(name, there=True): return getattr(rnn, _named(name, k, d)) if there else None
+    return [get('weight_ih'), get('weight_hh'), get('bias_ih', rnn.bias), get('bias_hh', rnn.bias),
+            get('norm', rnn.norm == 'state'), get('weight_hr', rnn.proj_size), x_gain]
 
 def _plain_layer(job:_Job, x, state:list, w:list) -> list:
     "What `_Layer` computes, as a loop that autograd follows"
@@ -310,50 +337,37 @@ def _plain_layer(job:_Job, x, state:list, w:list) -> list:
     with torch.autocast(x.device.type, enabled=False): out, final = loop(job.cell, x, state, w, job.flipped)
     return [out, *final]
 
-def _one_layer(rnn:_Recurrent, k:int, d:int, x, x_gain, state:list, seed, start:int, stride:int):
+def _read(rnn:_Recurrent, layers:tuple) -> tuple:
+    "The weights of a stage, each read once: (those of every layer, gain of a norm on what it puts out)"
+    found, gain = [], None
+    for k, d in layers:
+        found.append(_weights_of(rnn, k, d, gain))
+        gain = getattr(rnn, _named('norm', k, d)) if rnn.norm == 'output' else None
+    return found, gain
+
+def _dtype_of(x, w:list) -> torch.dtype:
+    "The type of the arithmetic: autocast's where it is on, else the recurrent weight's"
+    cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if cast else w[1].dtype
+
+def _one_layer(rnn:_Recurrent, k:int, d:int, w:list, x, state:list, seed, start:int):
     "Layer k, direction d over `x`, which is normed if it has a gain: (output, final states)"
     p = rnn.dropout if rnn.training and k else 0.
-    drop = _Drop(p, seed, k, start, stride) if p else None
-    cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(x.device.type) if cast else rnn.weight_hh_l0.dtype
-    top = k == rnn.num_layers - 1
-    job = _Job(rnn.cell, rnn.keep, rnn.chunk_len, bool(d) and stride > 0, drop, dtype, top)
-    w = _weights_of(rnn, k, d, x_gain)
-    out, *final = _plain_layer(job, x, state, w) if is_plain() else _Layer.apply(job, len(w), x, *w, *state)
+    drop = _Drop(p, seed, k, start) if p else None
+    job = _Job(rnn.cell, rnn.keep, rnn.chunk_len, d == 1, drop, _dtype_of(x, w), k == rnn.num_layers - 1)
+    if is_plain(): out, *final = _plain_layer(job, x, state, w)
+    else: out, *final = _Layer.apply(job, len(state), x, *state, *w)
     return out, final
 
-def _stack(rnn:_Recurrent, layers:tuple, x, states:list, seed, start:int, stride:int=1):
+def _stack(rnn:_Recurrent, layers:tuple, weights:tuple, x, states:list, seed, start:int):
     "The (layer, direction) pairs of `layers` one after the other; states are lists of stacked tensors"
-    finals, gain = [], None
-    for (k, d), state in zip(layers, zip(*[s.unbind() for s in states])):
-        x, final = _one_layer(rnn, k, d, x, gain, list(state), seed, start, stride)
+    finals, (weights, gain) = [], weights
+    for (k, d), w, state in zip(layers, weights, zip(*[s.unbind() for s in states])):
+        x, final = _one_layer(rnn, k, d, w, x, list(state), seed, start)
         finals.append(final)
-        gain = getattr(rnn, _named('norm', k, d)) if rnn.norm == 'output' else None
     return x if gain is None else _normed(x, gain), [torch.stack(f) for f in zip(*finals)]
 
 # %% ../nbs/05_recurrent.ipynb #78d02af6
-def _stage(
-    rnn:_Recurrent,
-    layers:tuple,    # (layer, direction) pairs that follow each other
-    x:torch.Tensor,  # T x B x I
-    states:list,     # initial states, each len(layers) x B x width
-    seed:int|None,   # for dropout
-    start:int,       # absolute number of the first step
-) -> tuple:          # (T x B x width output, final states like `states`)
-    "Run a stage, cut into segments if the layer says so"
-    T, flipped = x.shape[0], layers[0][1] == 1
-    if rnn.seg_len is None or rnn.seg_len >= T: return _stack(rnn, layers, x, states, seed, start)
-    def step(x, carried):
-        states, at = carried
-        out, states = _stack(rnn, layers, x, states, seed, at, -1 if flipped else 1)
-        return out, (states, at - len(x) if flipped else at + len(x))
-    first = start + T - 1 if flipped else start
-    plan = Plan(T, rnn.seg_len, rnn.keep)
-    outs, (finals, _) = scan_segments(step, x.flip(0) if flipped else x, (states, first), plan)
-    out = torch.cat(outs)
-    return out.flip(0) if flipped else out, finals
-
-# %% ../nbs/05_recurrent.ipynb #efa2e66a
 def _rectangles(
     batch_sizes:torch.Tensor,   # live rows of each step, never growing
 ) -> list:                      # (first step, number of steps, rows, offset in the packed data)
@@ -365,33 +379,70 @@ def _rectangles(
         t, offset = t + c, offset + c * n
     return found
 
-# %% ../nbs/05_recurrent.ipynb #33896041
-def _packed_stage(rnn, layers, data, batch_sizes, states:list, seed, start:int):
-    "A stage over packed data: (packed output, final states)"
-    flipped, outs, ended = layers[0][1] == 1, [], []
-    cuts = _rectangles(batch_sizes)
-    now = [s[:, :cuts[-1][2]] for s in states] if flipped else states
-    for t, c, n, offset in reversed(cuts) if flipped else cuts:
-        have = now[0].shape[1]
-        if have > n: ended.append([s[:, n:] for s in now])
-        if have < n: now = [torch.cat([s, s0[:, have:n]], 1) for s, s0 in zip(now, states)]
+def _packed_stack(rnn, layers, weights, data, rectangles:list, states:list, seed, start:int):
+    "As `_stack`, over packed data, with the states of all rows"
+    flipped, outs = layers[0][1] == 1, []
+    states = [s.to(_dtype_of(data, weights[0][0])) for s in states]
+    for t, c, n, offset in reversed(rectangles) if flipped else rectangles:
         x = data[offset:offset + c * n].view(c, n, -1)
-        out, now = _stage(rnn, layers, x, [s[:, :n].contiguous() for s in now], seed, start + t)
+        out, now = _stack(rnn, layers, weights, x, [s[:, :n] for s in states], seed, start + t)
+        states = [torch.cat([s, s0[:, n:]], 1) if n < s0.shape[1] else s for s, s0 in zip(now, states)]
         outs.append(out.reshape(c * n, -1))
-    finals = [torch.cat([s, *[e[i] for e in reversed(ended)]], 1) for i, s in enumerate(now)]
-    return torch.cat(outs[::-1] if flipped else outs), finals
+    return torch.cat(outs[::-1] if flipped else outs), states
+
+# %% ../nbs/05_recurrent.ipynb #efa2e66a
+def _cuts(rnn:_Recurrent, T:int) -> list:
+    "(start, stop) of the segments of T steps"
+    n = T if rnn.seg_len is None else min(rnn.seg_len, T)
+    return [(a, min(a + n, T)) for a in range(0, T, n)]
+
+def _spans(cuts:list, batch_sizes) -> list:
+    "(start, stop) of each segment in the data, and its rectangles if it is packed"
+    if batch_sizes is None: return [(cut, None) for cut in cuts]
+    rows = [0, *batch_sizes.cumsum(0).tolist()]
+    return [((rows[a], rows[b]), _rectangles(batch_sizes[a:b])) for a, b in cuts]
+
+def _part(rnn, layers, weights, x, rectangles, states, seed, start) -> tuple:
+    "A stretch of a stage: (output, states after it)"
+    if rectangles is None: return _stack(rnn, layers, weights, x, states, seed, start)
+    return _packed_stack(rnn, layers, weights, x, rectangles, states, seed, start)
+
+def _stage(
+    rnn:_Recurrent,
+    layers:tuple,      # (layer, direction) pairs that follow each other
+    weights:tuple,     # from `_read`
+    x:torch.Tensor,    # T x B x I, or packed
+    states:list,       # initial states, each len(layers) x B x width
+    seed:int|None,     # for dropout
+    start:int,         # absolute number of the first step
+    batch_sizes=None,  # of a packed sequence
+) -> tuple:            # (T x B x width output, or packed; final states like `states`)
+    "Run a stage, cut into segments if the layer says so"
+    cuts = _cuts(rnn, len(x) if batch_sizes is None else len(batch_sizes))
+    order = slice(None, None, -1 if layers[0][1] else 1)
+    starts, spans = [start + a for a, _ in cuts][order], _spans(cuts, batch_sizes)[order]
+    if len(cuts) == 1: return _part(rnn, layers, weights, x, spans[0][1], states, seed, start)
+    leaves, spec = tree_flatten(weights)
+    derived = [j for j, t in enumerate(leaves) if t is not None and not t.is_leaf]
+    def step(x, carried, *given):
+        (states, i), now = carried, dict(zip(derived, given))
+        now = tree_unflatten([now.get(j, t) for j, t in enumerate(leaves)], spec)
+        out, states = _part(rnn, layers, now, x, spans[i][1], states, seed, starts[i])
+        return out, (states, i + 1)
+    given = tuple(leaves[j] for j in derived)
+    outs, (finals, _) = _scan_spans(step, x, (states, 0), [span for span, _ in spans], given=given)
+    return torch.cat(outs[order]), finals
 
 # %% ../nbs/05_recurrent.ipynb #edcb9d6b
-def _checked(rnn:_Recurrent, x, states:list|None, batch:int, n_dims:int) -> list:
+def _checked(rnn:_Recurrent, x, dtype:torch.dtype, states:list|None, batch:int, n_dims:int) -> list:
     "The initial states, stacked and complete; ValueError for a wrong shape or dtype"
     n_dirs = 2 if rnn.bidirectional else 1
     widths = [rnn.proj_size or rnn.hidden_size, rnn.hidden_size][:rnn.cell.n_states]
     if x.shape[-1] != rnn.input_size:
         raise ValueError(f'the last dimension of the input must be input_size={rnn.input_size}, got shape '
                          f'{tuple(x.shape)}')
-    if x.dtype != rnn.weight_hh_l0.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f'the input is {x.dtype}, the weights are {rnn.weight_hh_l0.dtype}; convert one, or '
-                         'use autocast')
+    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f'the input is {x.dtype}, the weights are {dtype}; convert one, or use autocast')
     if states is None: return [x.new_zeros(rnn.num_layers * n_dirs, batch, w) for w in widths]
     for s, width in zip(states, widths, strict=True):
         want = (rnn.num_layers * n_dirs, *([batch] if n_dims == 3 else []), width)
@@ -409,12 +460,18 @@ def _dropout_seed(rnn:_Recurrent, seed) -> int|None:
     return 0 if is_fake(drawn) else int(drawn)       # on fake tensors nothing is drawn
 
 # %% ../nbs/05_recurrent.ipynb #a02e72fe
-def _run(rnn:_Recurrent, x, states:list, seed, start:int, batch_sizes=None):
+def _read_all(rnn:_Recurrent) -> dict:
+    "The stages of a layer, (layer, direction) pairs that can be cut at once → their weights, see `_read`"
+    n = rnn.num_layers
+    if rnn.bidirectional: stages = [((k, d),) for k in range(n) for d in (0, 1)]
+    else: stages = [tuple((k, 0) for k in range(n))]
+    return {layers: _read(rnn, layers) for layers in stages}
+
+def _run(rnn:_Recurrent, read:dict, x, states:list, seed, start:int, batch_sizes=None):
     "All layers and directions: (output, final states)"
     def stage(layers, x, states):
-        if batch_sizes is None: return _stage(rnn, layers, x, states, seed, start)
-        return _packed_stage(rnn, layers, x, batch_sizes, states, seed, start)
-    if not rnn.bidirectional: return stage(tuple((k, 0) for k in range(rnn.num_layers)), x, states)
+        return _stage(rnn, layers, read[layers], x, states, seed, start, batch_sizes)
+    if not rnn.bidirectional: return stage(*read, x, states)
     finals = []
     for k in range(rnn.num_layers):
         both = [stage(((k, d),), x, [s[2*k + d:2*k + d + 1] for s in states]) for d in (0, 1)]
@@ -422,17 +479,87 @@ def _run(rnn:_Recurrent, x, states:list, seed, start:int, batch_sizes=None):
         finals += [f for _, f in both]
     return x, [torch.cat(f) for f in zip(*finals)]
 
+_Recurrent._read_only_output = False     # True: nobody writes into the output, so it may be lent
+
+def _lent(rnn:_Recurrent, out, packed:bool) -> bool:
+    "Is the output a view of the states that are kept for the backward pass?"
+    copied = packed or rnn.bidirectional or rnn.norm == 'output' or len(_cuts(rnn, len(out))) > 1
+    return out.requires_grad and not copied and not is_plain()
+
 # %% ../nbs/05_recurrent.ipynb #afae5d9c
-def _run_packed(rnn:_Recurrent, packed:PackedSequence, states:list|None, seed, start:int):
+def _run_packed(rnn:_Recurrent, read:dict, packed:PackedSequence, states:list|None, seed, start:int):
     "As `_run`, for a packed sequence"
     data, batch_sizes, order, back = packed
-    states = _checked(rnn, data, states, int(batch_sizes[0]), 3)
+    states = _checked(rnn, data, _weight_of(read).dtype, states, int(batch_sizes[0]), 3)
     if order is not None: states = [s.index_select(1, order) for s in states]
-    out, finals = _run(rnn, data, states, seed, start, batch_sizes)
+    out, finals = _run(rnn, read, data, states, seed, start, batch_sizes)
     if back is not None: finals = [s.index_select(1, back) for s in finals]
     return PackedSequence(out, batch_sizes, order, back), finals
 
+def _weight_of(read:dict) -> torch.Tensor:
+    "The first layer's recurrent weight"
+    return next(iter(read.values()))[0][0][1]
+
 # %% ../nbs/05_recurrent.ipynb #45d94130
+class _Once(torch.autograd.Function):
+    "All layers over one step, as one node of the graph"
+    @staticmethod
+    def forward(ctx, kind, n_states, n_layers, x, *tensors):
+        ctx.set_materialize_grads(False)
+        once, (n, weights), inputs, found, kept = ONCE[kind][0], _apart(tensors, n_states, n_layers), [x], [], []
+        ctx.kind, ctx.n_states, ctx.n_layers = kind, n_states, n_layers
+        for k, state in enumerate(zip(*[s.unbind() for s in tensors[:n_states]])):
+            new, more = once(inputs[-1], state, *weights[n*k:n*k + n])
+            inputs.append(new[0])
+            found.append(new)
+            kept += more
+        ctx.save_for_backward(*inputs[:-1], *kept, *tensors)
+        return inputs[-1], *[torch.stack(s) for s in zip(*found)]
+
+    @staticmethod
+    def backward(ctx, dout, *dstates):
+        _once()
+        back, L, saved, needs = ONCE[ctx.kind][1], ctx.n_layers, ctx.saved_tensors, ctx.needs_input_grad[3:]
+        inputs, kept, tensors = saved[:L], saved[L:1 - len(needs)], saved[1 - len(needs):]
+        states, (n, weights) = tensors[:ctx.n_states], _apart(tensors, ctx.n_states, L)
+        m, trained, before, grads = len(kept) // L, any(needs[1 + ctx.n_states:]), [], [None] * len(weights)
+        for k in reversed(range(L)):
+            w, state = weights[n*k:n*k + n], [s[k] for s in states]
+            dstate = [None if d is None else d[k] for d in dstates]
+            if dout is not None: dstate[0] = dout if dstate[0] is None else dout + dstate[0]
+            dstate = [torch.zeros_like(s) if d is None else d for s, d in zip(state, dstate)]
+            da, at_state, found = back(inputs[k], state, w, kept[m*k:m*k + m], dstate, trained)
+            if trained: grads[n*k:n*k + n] = found
+            before.insert(0, at_state)
+            dout = da @ w[0] if k or needs[0] else None
+        return None, None, None, dout, *[torch.stack(s) for s in zip(*before)], *grads
+
+    @staticmethod
+    def jvp(ctx, *tangents): raise RuntimeError(_NO_DUALS.format('this layer'))
+
+def _apart(tensors:tuple, n_states:int, n_layers:int) -> tuple:
+    "(tensors a layer, all layers' weights)"
+    return (len(tensors) - n_states) // n_layers, tensors[n_states:]
+
+def _steps_once(rnn:_Recurrent, read:dict, x, states:list, seed) -> bool:
+    "Is this a call of one step that can go straight?"
+    if len(x) > 1 or seed is not None or rnn.bidirectional or rnn._read_only_output or is_plain(): return False
+    known = type(rnn.cell) is LSTMCell or type(rnn.cell) is GRUCell and rnn.cell.reset == 'after'
+    same = all(t.dtype == x.dtype for t in (_weight_of(read), *states))
+    return known and rnn.norm is None and same and not torch.is_autocast_enabled(x.device.type)
+
+def _step_once(rnn:_Recurrent, read:dict, x, states:list):
+    "What `_run` returns, for one step"
+    (weights, _), = read.values()
+    kind, flat = 'LSTM' if len(states) > 1 else 'GRU', [t for w in weights for t in w if t is not None]
+    if x.device.type == 'cpu' and not torch.is_grad_enabled():      # torch's own, in one call
+        more = flat, rnn.bias, rnn.num_layers, 0., False, False, False
+        out, *finals = torch.lstm(x, states, *more) if kind == 'LSTM' else torch.gru(x, *states, *more)
+        return out, finals
+    out, *finals = _Once.apply(kind, len(states), rnn.num_layers, x[0], *states, *flat)
+    return out[None], finals
+
+# %% ../nbs/05_recurrent.ipynb #ffab5919
 def _call(
     rnn:_Recurrent,
     x,                     # T x B x I, B x T x I with batch_first, T x I unbatched, or a PackedSequence
@@ -441,16 +568,20 @@ def _call(
     start:int,             # absolute number of the first step, for dropout masks
 ) -> tuple:                # (output like `x`, final states as torch shapes them)
     "What `forward` of GRU and LSTM does"
-    seed = _dropout_seed(rnn, seed)
-    if isinstance(x, PackedSequence): return _run_packed(rnn, x, states, seed, start)
+    if not is_plain(): refuse_transforms('this layer')
+    seed, read = _dropout_seed(rnn, seed), _read_all(rnn)
+    if isinstance(x, PackedSequence): return _run_packed(rnn, read, x, states, seed, start)
     n_dims = x.dim()
     if n_dims not in (2, 3):
         raise ValueError(f'the input must have 2 (unbatched) or 3 dimensions, got shape {tuple(x.shape)}')
     if n_dims == 2: x = x[:, None]
     elif rnn.batch_first: x = x.transpose(0, 1)
     if x.shape[0] == 0: raise ValueError('the sequence has no steps; give at least one')
-    states = _checked(rnn, x, states, x.shape[1], n_dims)
-    out, finals = _run(rnn, x, states, seed, start)
+    states = _checked(rnn, x, _weight_of(read).dtype, states, x.shape[1], n_dims)
+    if _steps_once(rnn, read, x, states, seed): out, finals = _step_once(rnn, read, x, states)
+    else:
+        out, finals = _run(rnn, read, x, states, seed, start)
+        if _lent(rnn, out, False) and not rnn._read_only_output: out = out.clone()
     if n_dims == 2: return out[:, 0], [s[:, 0] for s in finals]
     return out.transpose(0, 1) if rnn.batch_first else out, finals
 
@@ -603,6 +734,7 @@ class LayerBytes:
     def chunk(self, n): "Steps whose gates are in flight"; return np.minimum(n, _default_chunk(self.batch))
     def states(self, n): "What `keep='hidden'` keeps"; return (n + 1) * self.row
     def gates(self, n): return n * self.cell.n_slots * self.row
+    def output(self, n): "The copy that a caller gets, where nobody says it is only read"; return n * self.row
     def record(self, n): return self.states(n) + (self.keep == 'gates') * self.gates(n)
     def part(self, n): "The input of a chunk"; return self.chunk(n) * self.batch * self.n_in * self.item
     def casts(self) -> int: "Copies of the weights in the type of the arithmetic"; return _casts(self)

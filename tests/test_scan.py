@@ -1538,7 +1538,7 @@ def test_prepared_goes_after_backward():
     cell, made = gru(), SimpleQueue()
     def step(xs, h):
         if sink := grad_sink():
-            kept = sink.prepare((id(cell.weight_hh), 't'), lambda: cell.weight_hh.detach().t().contiguous())
+            kept = sink.prepare(cell.weight_hh, 't', lambda: cell.weight_hh.detach().t().contiguous())
             made.put(weakref.ref(kept))
         return advance(cell, xs, h)
     loss = total(scan_segments(step, *data()))
