@@ -95,7 +95,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        _once()
+        _once(g)
         x_ND, targets_N, weight, bias, kept_NV = ctx.saved_tensors
         sums = _sums(ctx, (weight, bias))
         dx_ND = None

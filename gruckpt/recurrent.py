@@ -182,10 +182,10 @@ def _to_input(job:_Job, x, a:int, b:int, into_NI, gain, total, dx):
 # %% ../nbs/05_recurrent.ipynb #16d5b62f
 _ONCE = 'second derivatives do not pass through this layer; use torch.nn.GRU or LSTM'
 
-def _once():
+def _once(*grads):
     "Refuse a backward pass that would be differentiated again, or is batched"
     if torch.is_grad_enabled(): raise RuntimeError(_ONCE)
-    refuse_transforms('this layer')
+    refuse_transforms('this layer', *grads)
 
 class _Layer(torch.autograd.Function):
     "One layer and direction as one node of the graph"
@@ -207,7 +207,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *dstate):
-        _once()
+        _once(dout, *dstate)
         job, (x, *rest), n = ctx.job, ctx.saved_tensors, len(ctx.slots)
         w, states, gates = rest[:n], rest[n:n + ctx.n_states], rest[n + ctx.n_states:]
         dstate = [torch.zeros_like(s[0]) if d is None else d.clone() for s, d in zip(states, dstate)]
@@ -301,7 +301,7 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _once()
+        _once(dy)
         x, gain = ctx.saved_tensors
         w, sums = _cast_one(gain, x.dtype, *ctx.slots), _sums(ctx, [gain])
         dx = dy.clone(memory_format=torch.contiguous_format)
@@ -518,7 +518,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *dstates):
-        _once()
+        _once(dout, *dstates)
         back, L, saved, needs = ONCE[ctx.kind][1], ctx.n_layers, ctx.saved_tensors, ctx.needs_input_grad[3:]
         inputs, kept, tensors = saved[:L], saved[L:1 - len(needs)], saved[1 - len(needs):]
         states, (n, weights) = tensors[:ctx.n_states], _apart(tensors, ctx.n_states, L)

@@ -410,9 +410,11 @@ _NO_DUALS = ('forward-mode derivatives (torch.autograd.forward_ad, torch.func.jv
 
 def refuse_transforms(
     what:str,    # a layer or a function, in the error
+    *grads,      # in a backward pass, what it is handed
 ):
     "Raise inside torch.func.grad, jacrev, vmap and the like, and where a backward pass is batched"
-    if torch._C._are_functorch_transforms_active():
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    if torch._C._are_functorch_transforms_active() or any(map(batched, filter(torch.is_tensor, grads))):
         raise RuntimeError(f'torch.func (grad, jacrev, jvp, vmap, …) and batched backward passes do not pass '
                            f'through {what}; use gruckpt.scan.plain(), or torch.autograd.grad')
 
@@ -434,7 +436,7 @@ class _Scan(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError('second derivatives do not pass through scan_segments; use '
                                'gruckpt.scan.plain()')
-        refuse_transforms('scan_segments')
+        refuse_transforms('scan_segments', *grads)
         ctx.saved_tensors           # raises if one was changed, or on a second backward without retain_graph
         run, keep = ctx.run, torch._C._autograd._get_current_graph_task_keep_graph()
         if run is None: raise RuntimeError('a backward pass through this scan failed; run it forward again')

@@ -409,7 +409,8 @@ class Watch:
         self.before, self.empty = [(p, _read(p)) for p in found.places], found.empty
         self.marks = {id(t): mark(t) for t in found.tensors}
         self.copies = [(b, b.detach().clone()) for b in _buffers(found.modules)]
-        self.registries = {id(vars(m).get('_buffers')) for m in found.modules}
+        dicts = [vars(m).get('_buffers') for m in found.modules]
+        self.registries = {id(d): d for d in dicts}     # held, so that its id stays its own
         self.known = {id(o) for o in [*found.empty, *found.tensors, *found.modules, *found.sources,
                                       *(p.holder for p in found.places)]}
         self.followed, self.written, self.inside = [], set(), Event()
@@ -426,7 +427,8 @@ class Watch:
 
     def copied(self, place:_Place, t:torch.Tensor) -> bool:
         "Is `t` a buffer that segments write, or a new one?"
-        return id(t) in self.written or id(place.holder) in self.registries and id(t) not in self.marks
+        registry = self.registries.get(id(place.holder)) is place.holder
+        return id(t) in self.written or registry and id(t) not in self.marks
 
     def left(self) -> list:
         "Tensors that hang where the first segment left a graph"
