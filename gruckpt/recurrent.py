@@ -295,7 +295,8 @@ class _Normed(torch.autograd.Function):
         ctx.sink = grad_sink()
         ctx.slots = _slots(ctx.sink, [gain])
         ctx.save_for_backward(x, gain)
-        y, w = torch.empty_like(x, memory_format=torch.contiguous_format), _cast_one(gain, x.dtype, *ctx.slots)
+        w = _cast_one(gain, x.dtype, *ctx.slots)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
         for a, b in _stretches(*x.shape[:2]): norm_rows(x[a:b], w, out=y[a:b])
         return y
 
@@ -407,6 +408,7 @@ def _part(rnn, layers, weights, x, rectangles, states, seed, start) -> tuple:
     if rectangles is None: return _stack(rnn, layers, weights, x, states, seed, start)
     return _packed_stack(rnn, layers, weights, x, rectangles, states, seed, start)
 
+# %% ../nbs/05_recurrent.ipynb #d8800a04
 def _stage(
     rnn:_Recurrent,
     layers:tuple,      # (layer, direction) pairs that follow each other
@@ -506,7 +508,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kind, n_states, n_layers, x, *tensors):
         ctx.set_materialize_grads(False)
-        once, (n, weights), inputs, found, kept = ONCE[kind][0], _apart(tensors, n_states, n_layers), [x], [], []
+        once, (n, weights) = ONCE[kind][0], _apart(tensors, n_states, n_layers)
+        inputs, found, kept = [x], [], []
         ctx.kind, ctx.n_states, ctx.n_layers = kind, n_states, n_layers
         for k, state in enumerate(zip(*[s.unbind() for s in tensors[:n_states]])):
             new, more = once(inputs[-1], state, *weights[n*k:n*k + n])
@@ -541,9 +544,11 @@ def _apart(tensors:tuple, n_states:int, n_layers:int) -> tuple:
     "(tensors a layer, all layers' weights)"
     return (len(tensors) - n_states) // n_layers, tensors[n_states:]
 
+# %% ../nbs/05_recurrent.ipynb #66185354
 def _steps_once(rnn:_Recurrent, read:dict, x, states:list, seed) -> bool:
     "Is this a call of one step that can go straight?"
-    if len(x) > 1 or seed is not None or rnn.bidirectional or rnn._read_only_output or is_plain(): return False
+    if len(x) > 1 or seed is not None or rnn.bidirectional or is_plain(): return False
+    if rnn._read_only_output: return False                     # its bytes are counted the general way
     known = type(rnn.cell) is LSTMCell or type(rnn.cell) is GRUCell and rnn.cell.reset == 'after'
     same = all(t.dtype == x.dtype for t in (_weight_of(read), *states))
     return known and rnn.norm is None and same and not torch.is_autocast_enabled(x.device.type)

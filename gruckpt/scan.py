@@ -76,6 +76,7 @@ class _Slot:
         if what not in self.made: self.made[what] = make()
         return self.made[what]
 
+# %% ../nbs/04_scan.ipynb #81912fc0
 class GradSink:
     "One gradient sum, and one copy of a kind, for each very weight, for one pass over all segments"
     def __init__(self):
@@ -235,7 +236,8 @@ def _record(
     inputs = [_detached(t, n) for t, n in zip([*run.cut(i), *state], needs)]
     since = torch._C._autograd._get_sequence_nr()
     with torch.enable_grad():
-        seen = [t.view_as(t) if _needs_grad(t) else t for t in inputs]   # no leaves: hooks of modules fail there
+        # no leaves: module hooks on gradients fail there
+        seen = [t.view_as(t) if _needs_grad(t) else t for t in inputs]
         out, final = run.call(seen[:run.n_xs], seen[run.n_xs:])
     del seen
     leaves = _leaves(filter(_needs_grad, [*out[0], *final]), since)
@@ -405,8 +407,8 @@ def _check_gone(strange:list, i:int):
                            'first; read it in every segment')
 
 # %% ../nbs/04_scan.ipynb #7845728a
-_NO_DUALS = ('forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) do not pass through {}; use '
-             'gruckpt.scan.plain()')
+_NO_DUALS = ('forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) do not pass through {}; '
+             'use gruckpt.scan.plain()')
 
 def refuse_transforms(
     what:str,    # a layer or a function, in the error
@@ -418,6 +420,7 @@ def refuse_transforms(
         raise RuntimeError(f'torch.func (grad, jacrev, jvp, vmap, …) and batched backward passes do not pass '
                            f'through {what}; use gruckpt.scan.plain(), or torch.autograd.grad')
 
+# %% ../nbs/04_scan.ipynb #1589c00d
 class _Scan(torch.autograd.Function):
     "The scan as one node of the graph; its results were computed by `_forward`"
     @staticmethod

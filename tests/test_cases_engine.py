@@ -1,4 +1,4 @@
-"""The engine's cases: gradients under hooks, caches and wrappers, outputs, cuts by time, one step, derivatives"""
+"""The engine's cases: gradients under hooks and wrappers, outputs, cuts by time, one step, derivatives"""
 import warnings
 from functools import partial
 from threading import Thread
@@ -32,7 +32,8 @@ def grads(model, loss):
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 def near(a, b, eps=1e-10):
-    for x, y in zip(a, b, strict=True): assert (x - y).norm() <= eps * max(y.norm(), 1e-9), (x - y).norm() / y.norm()
+    for x, y in zip(a, b, strict=True):
+        assert (x - y).norm() <= eps * max(y.norm(), 1e-9), (x - y).norm() / y.norm()
 
 def total(result): return result[0].square().sum()
 
@@ -114,7 +115,8 @@ def test_N02_casts_of_parametrized_weights(names):
     for seed in range(4):
         torch.manual_seed(seed)
         rnn, x = GRU(8, 8, 2, seg_len=4), torch.randn(12, 2, 8)
-        for n in [n for n, _ in rnn.named_parameters() if n.startswith(names)]: parametrizations.weight_norm(rnn, n)
+        for n in [n for n, _ in rnn.named_parameters() if n.startswith(names)]:
+            parametrizations.weight_norm(rnn, n)
         with torch.autocast('cpu', torch.bfloat16):
             out = rnn(x)[0]
             with plain(): oracle = rnn(x)[0]
@@ -126,9 +128,10 @@ def test_N02_copies_and_sums_belong_to_one_object_at_one_version():
         w = torch.full((3,), float(i))
         assert sink.slot(w).prepare('twice', lambda w=w: w * 2)[0] == 2 * i
     leaf = torch.ones(3, requires_grad=True)
-    first = sink.slot(leaf).prepare('twice', lambda: leaf.detach() * 2)
+    def twice(w): return sink.slot(w).prepare('twice', lambda: w.detach() * 2)[0]
+    assert twice(leaf) == 2
     with torch.no_grad(): leaf.mul_(5)
-    assert sink.slot(leaf).prepare('twice', lambda: leaf.detach() * 2)[0] == 10 and first[0] == 2
+    assert twice(leaf) == 10                               # written since
     sink.sum_of(leaf).add_(1)
     del leaf, w
     assert len(list(sink.slots)) == 0 and grad_sink() is None
@@ -199,7 +202,9 @@ def with_norm(rnn):
 
 class Called(nn.Module):
     def __init__(self, rnn): super().__init__(); self.rnn = rnn
-    def forward(self, x): return functional_call(self.rnn, {n: p * 2 for n, p in self.rnn.named_parameters()}, x)
+
+    def forward(self, x):
+        return functional_call(self.rnn, {n: p * 2 for n, p in self.rnn.named_parameters()}, x)
 
 WRAPPED = {'weight_norm': with_norm, 'prune': partial(prune.l1_unstructured, name='weight_hh_l0', amount=.4),
            'dropped': Dropped, 'functional_call': Called}
@@ -243,17 +248,17 @@ def test_N08_packed_sequences_are_cut_by_absolute_time():
         theirs = nn.LSTM(4, 5, 2, bidirectional=bidirectional).double()
         theirs.load_state_dict(rnn.state_dict())
         packed = pack_padded_sequence(x[:40].double(), torch.tensor([40, 39, 33, 17, 16, 9, 8, 1]))
-        def loss(m):
+        def loss(m, packed=packed):
             out, (h, c) = m(packed)
             return out.data.square().sum() + h.sum() + c.square().sum()
-        near(grads(rnn, lambda: loss(rnn)), grads(theirs, lambda: loss(theirs)))
+        near(grads(rnn, partial(loss, rnn)), grads(theirs, partial(loss, theirs)))
 
 def test_N08_both_directions_are_cut():
     x = torch.randn(256, 8, 16)
     for n_layers in (1, 2):
         whole = kept(GRU(16, 16, n_layers, bidirectional=True), x)
         cut = kept(GRU(16, 16, n_layers, bidirectional=True, seg_len=16), x)
-        states = 2 * n_layers * 256 * 8 * 16 * 4       # of every step, both directions: cut, they are not kept
+        states = 2 * n_layers * 256 * 8 * 16 * 4       # of every step: cut, they are not kept
         assert whole - cut > .75 * states, (whole, cut, states)
 
 
@@ -264,8 +269,8 @@ def test_N09_transforms_are_refused_in_one_line(seg_len):
     def f(x): return rnn(x)[0].sum()
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.vmap,
                       lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):
-        with pytest.raises(RuntimeError, match=r'do not pass through this layer; use gruckpt.scan.plain'): transform(f)(x)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match='forward-mode derivatives .* do not pass'):
+        with pytest.raises(RuntimeError, match='do not pass through this layer'): transform(f)(x)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match='forward-mode .* do not pass'):
         rnn(forward_ad.make_dual(x, torch.ones_like(x)))
     leaf = x.clone().requires_grad_()
     with pytest.raises(RuntimeError, match='batched backward passes do not pass'):
@@ -278,7 +283,8 @@ def test_N09_transforms_are_refused_in_one_line(seg_len):
 
 def test_N09_scan_and_head_refuse_transforms_too():
     x, targets = rand(4, 3), torch.zeros(4, dtype=torch.int64)
-    def scanned(x): return sum(scan_segments(lambda x, h: (x.square().sum(), h), x, None, Plan.split(4, 2))[0])
+    def step(x, h): return x.square().sum(), h
+    def scanned(x): return sum(scan_segments(step, x, None, Plan.split(4, 2))[0])
     def head(x): return head_loss(x, targets, torch.ones(2, 3, dtype=F64), torch.ones(2, dtype=F64))
     for f, name in ((scanned, 'scan_segments'), (head, 'head_loss')):
         with pytest.raises(RuntimeError, match=f'do not pass through {name}'): torch.func.grad(f)(x)
@@ -359,4 +365,4 @@ def test_N36_flop_counter_around_a_module_in_a_scan():
     scanned = flops(lambda: sum(scan_segments(step, x, None, Plan.split(8, 4))[0]))
     kept = flops(lambda: checkpoint(module, x, use_reentrant=False).sum())
     forward = kept // 4
-    assert (kept, scanned) == (4 * forward, 4 * forward - forward // 4)     # the last segment is not run again
+    assert (kept, scanned) == (4 * forward, 4 * forward - forward // 4)   # the last segment runs once

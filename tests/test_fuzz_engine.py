@@ -1,4 +1,4 @@
-"""A fixed 150 of the compositions of `fuzz_engine`: hooks, checkpoints, derived weights, threads, precisions"""
+"""A fixed 150 of the compositions of `fuzz_engine`: hooks, checkpoints, derived weights, threads"""
 import pytest
 
 pytest.importorskip('torch.distributed')
