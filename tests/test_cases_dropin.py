@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from gruckpt.convert import Conversion, convert, revert
 from gruckpt.lm import GRULM, GRUSpec
@@ -28,7 +28,7 @@ def close(a, b, eps=1e-10):
 def results(model, *args):
     "The outputs and the gradients of all parameters"
     torch.manual_seed(0)
-    flat = [o.data if isinstance(o, PackedSequence) else o for o in torch.utils._pytree.tree_leaves(model(*args))]
+    flat = torch.utils._pytree.tree_leaves(model(*args))
     total = sum((o * torch.linspace(-1, 1, o.numel(), dtype=o.dtype).view(o.shape)).sum() for o in flat)
     return flat + list(torch.autograd.grad(total, list(model.parameters())))
 
@@ -52,7 +52,9 @@ class WeightDrop(nn.Module):
         self.register_parameter(name + '_raw', nn.Parameter(raw.data))
         self.put()
 
-    def put(self): setattr(self.module, self.name, nn.functional.dropout(getattr(self, self.name + '_raw'), .5))
+    def put(self):
+        raw = getattr(self, self.name + '_raw')
+        setattr(self.module, self.name, nn.functional.dropout(raw, .5))
     def forward(self, *args):
         self.put()
         return self.module(*args)
@@ -77,7 +79,8 @@ def test_N03_a_missing_weight_is_refused_and_nothing_is_changed():
 # N08: what the report says
 
 def test_N08_the_report_says_where_cutting_saves_little():
-    model = nn.ModuleDict(dict(one=nn.GRU(8, 8), both=nn.GRU(8, 8, 2, bidirectional=True), deep=nn.GRU(8, 8, 8)))
+    both = nn.GRU(8, 8, 2, bidirectional=True)
+    model = nn.ModuleDict(dict(one=nn.GRU(8, 8), both=both, deep=nn.GRU(8, 8, 8)))
     report = convert(model, seg_len=32, batch=4, steps=1024)
     assert [o.split(':')[0] for o in report.notes] == ['one', 'both']
     assert '128.00 KiB are the output itself' in report.notes[0] and 'both directions' in report.notes[1]
@@ -161,8 +164,9 @@ def test_N12_everything_is_carried_and_comes_back(torchs, ours):
     assert model.rnn is object_ and isinstance(object_, ours) and not object_.training
     assert list(report) == ['rnn'] and 'rnn' in report and len(report) == 1
     said = ', '.join(report.layers[0].carried)
-    for word in ('buffers scale', 'attributes label', '1 forward hook', '1 forward pre-hook', '1 backward hook',
-                 '1 backward pre-hook', '1 state_dict hook', '1 load_state_dict post-hook'): assert word in said
+    for word in ('buffers scale', 'attributes label', '1 forward hook', '1 forward pre-hook',
+                 '1 backward hook', '1 backward pre-hook', '1 state_dict hook', '1 load_state_dict post-hook'):
+        assert word in said
     for _ in range(2):
         del model.seen[:]
         model(x)[0].sum().backward()
@@ -181,8 +185,8 @@ def test_N12_what_is_left_is_named():
         def forward(self, input, hx=None): return input, hx
     class Checked(nn.GRU):
         def check_input(self, *args): pass
-    model = nn.ModuleDict(dict(rnn=nn.RNN(2, 2), cell=nn.LSTMCell(2, 2), own=Own(2, 2), checked=Checked(2, 2),
-                               scripted=torch.jit.script(nn.GRU(2, 2)), good=nn.GRU(2, 2)))
+    model = nn.ModuleDict(dict(rnn=nn.RNN(2, 2), cell=nn.LSTMCell(2, 2), own=Own(2, 2),
+                               checked=Checked(2, 2), scripted=torch.jit.script(nn.GRU(2, 2)), good=nn.GRU(2, 2)))
     model.more = [nn.LSTM(2, 2)]
     report = convert(model)
     assert report.converted == ('good',)
@@ -195,8 +199,9 @@ def test_N12_what_is_left_is_named():
 def test_N12_refusal_changes_nothing():
     model = nn.Sequential(nn.GRU(2, 2), nn.GRU(2, 2))
     model[1].forward = model[1].forward
-    for options, said in [({}, '1: its forward was replaced on the object'), (dict(seg_len=0), 'seg_len must be'),
-                          (dict(keep='x'), 'keep must be'), (dict(batch=0), 'batch must be an int of at least 1')]:
+    for options, said in [({}, '1: its forward was replaced on the object'),
+                          (dict(seg_len=0), 'seg_len must be'), (dict(keep='x'), 'keep must be'),
+                          (dict(batch=0), 'batch must be an int of at least 1')]:
         with pytest.raises(ValueError, match=said): convert(model, **options)
         assert [type(m) for m in model] == [nn.GRU, nn.GRU] and 'seg_len' not in vars(model[0])
     with pytest.raises(ValueError, match='it holds Linear'): convert(nn.Linear(2, 2))
@@ -242,8 +247,11 @@ def test_N12_parametrized_layers_and_back(torchs, ours):
     assert type(rnn) is torchs and type(twin) is ours
 
 
-@pytest.mark.parametrize('wrap', [lambda r: prune.random_unstructured(r, 'weight_hh_l0', .5),
-                                  lambda r: torch.nn.utils.weight_norm(r, 'weight_hh_l0')], ids=['prune', 'weight_norm'])
+WRAPS = {'prune': lambda r: prune.random_unstructured(r, 'weight_hh_l0', .5),
+         'weight_norm': lambda r: torch.nn.utils.weight_norm(r, 'weight_hh_l0')}
+
+
+@pytest.mark.parametrize('wrap', WRAPS.values(), ids=WRAPS)
 def test_N12_hooks_that_compute_weights(wrap):
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -259,8 +267,8 @@ class SpeechBrainLSTM(nn.Module):
     "speechbrain.nnet.RNN.LSTM: hx= by name, relative lengths, flatten_parameters at each call"
     def __init__(self):
         super().__init__()
-        self.rnn = nn.LSTM(input_size=3, hidden_size=4, num_layers=2, dropout=0., bidirectional=True, bias=True,
-                           batch_first=True)
+        self.rnn = nn.LSTM(input_size=3, hidden_size=4, num_layers=2, dropout=0., bidirectional=True,
+                           bias=True, batch_first=True)
         for name, p in self.rnn.named_parameters():
             if 'weight_hh' in name: nn.init.orthogonal_(p)
     def forward(self, x, hx, lengths):
@@ -292,10 +300,12 @@ class FlexibleRNN(ABC, nn.RNNBase):
     def init_hidden_state(self, x): pass
     def forward(self, x, hx=None, lengths=None, enforce_sorted=True):
         if lengths is None: return super().forward(x, hx=hx)
-        packed = pack_padded_sequence(x, lengths.clamp(min=1), enforce_sorted=enforce_sorted, batch_first=True)
+        packed = pack_padded_sequence(x, lengths.clamp(min=1), batch_first=True,
+                                      enforce_sorted=enforce_sorted)
         out, (h, c) = super().forward(packed, hx=hx)
         empty, (h_0, c_0) = (lengths == 0)[None, :, None], self.init_hidden_state(x)
-        return pad_packed_sequence(out, batch_first=True)[0], (torch.where(empty, h_0, h), torch.where(empty, c_0, c))
+        out, _ = pad_packed_sequence(out, batch_first=True)
+        return out, (torch.where(empty, h_0, h), torch.where(empty, c_0, c))
 
 
 class FlexibleLSTM(FlexibleRNN, nn.LSTM):
@@ -308,7 +318,8 @@ class NeuralForecastRNN(nn.Module):
     "neuralforecast.models: an encoder that carries its state between calls"
     def __init__(self):
         super().__init__()
-        self.hist_encoder, self.rnn_state = nn.GRU(3, 4, num_layers=2, bias=True, dropout=0., batch_first=True), None
+        self.hist_encoder = nn.GRU(3, 4, num_layers=2, bias=True, dropout=0., batch_first=True)
+        self.rnn_state = None
     def forward(self, x):
         first, state = self.hist_encoder(x, self.rnn_state)
         return torch.cat([first, self.hist_encoder(x[:, :1], state)[0]], 1)
@@ -353,7 +364,8 @@ def breaks(fn, *args):
 
 
 @pytest.mark.parametrize('make', [lambda: GRU(3, 4, seg_len=3), lambda: LSTM(3, 4, keep='gates'),
-                                  lambda: GRU(3, 4, norm='state', seg_len=3)], ids=['seg_len', 'gates', 'norm'])
+                                  lambda: GRU(3, 4, norm='state', seg_len=3)],
+                         ids=['seg_len', 'gates', 'norm'])
 def test_N13_compile_around_a_layer(make):
     torch.manual_seed(0)
     model, x = Around(make()), torch.randn(7, 2, 3)
@@ -394,7 +406,8 @@ def test_N13_a_layer_that_torch_has_not_is_exported_as_a_loop():
     close([exported.module()(x)[0], traced(x)[0]], [rnn(x)[0]] * 2, 1e-5)
 
 
-@pytest.mark.parametrize('make', [lambda **kw: GRU(3, 4, 2, seg_len=3, **kw), lambda **kw: LSTM(3, 4, keep='gates', **kw),
+@pytest.mark.parametrize('make', [lambda **kw: GRU(3, 4, 2, seg_len=3, **kw),
+                                  lambda **kw: LSTM(3, 4, keep='gates', **kw),
                                   lambda **kw: GRU(3, 4, norm='state', **kw)], ids=['gru', 'lstm', 'norm'])
 def test_N13_meta(make):
     rnn, x = make(device='meta'), torch.empty(7, 2, 3, device='meta')
