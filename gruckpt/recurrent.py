@@ -463,7 +463,7 @@ def _on_meta(x) -> bool: return (x.data if isinstance(x, PackedSequence) else x)
 def _has_twin(rnn:_Recurrent) -> bool: return rnn.norm is None and rnn.cell in (LSTMCell(), GRUCell('after'))
 
 def _by_torch(rnn:_Recurrent, x) -> bool:
-    "Is this call for torch's own forward? On `meta` every one: there are no numbers, and the shapes are right"
+    "Is this call for torch's own forward? On `meta` every one: no numbers are there, the shapes are right"
     return _exporting() and _has_twin(rnn) or _on_meta(x)
 
 # %% ../nbs/05_recurrent.ipynb #45d94130

@@ -165,7 +165,8 @@ def test_N12_everything_is_carried_and_comes_back(torchs, ours):
     assert list(report) == ['rnn'] and 'rnn' in report and len(report) == 1
     said = ', '.join(report.layers[0].carried)
     for word in ('buffers scale', 'attributes label', '1 forward hook', '1 forward pre-hook',
-                 '1 backward hook', '1 backward pre-hook', '1 state_dict hook', '1 load_state_dict post-hook'):
+                 '1 backward hook', '1 backward pre-hook', '1 state_dict hook',
+                 '1 load_state_dict post-hook'):
         assert word in said
     for _ in range(2):
         del model.seen[:]
@@ -186,7 +187,8 @@ def test_N12_what_is_left_is_named():
     class Checked(nn.GRU):
         def check_input(self, *args): pass
     model = nn.ModuleDict(dict(rnn=nn.RNN(2, 2), cell=nn.LSTMCell(2, 2), own=Own(2, 2),
-                               checked=Checked(2, 2), scripted=torch.jit.script(nn.GRU(2, 2)), good=nn.GRU(2, 2)))
+                               checked=Checked(2, 2), scripted=torch.jit.script(nn.GRU(2, 2)),
+                               good=nn.GRU(2, 2)))
     model.more = [nn.LSTM(2, 2)]
     report = convert(model)
     assert report.converted == ('good',)
