@@ -193,7 +193,8 @@ def test_N12_what_is_left_is_named():
     report = convert(model)
     assert report.converted == ('good',)
     assert {o.name: o.why.split(' ')[0] for o in report.left} == {
-        'rnn': 'neither', 'cell': 'called', 'own': 'forward', 'checked': 'check_input', 'scripted': 'compiled',
+        'rnn': 'neither', 'cell': 'called', 'own': 'forward', 'checked': 'check_input',
+        'scripted': 'compiled',
         'more[0]': 'in'}
     for o in report.left: assert o.name in repr(report) and o.why in report._repr_markdown_()
 
