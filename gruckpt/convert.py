@@ -164,6 +164,28 @@ def _checked(model, seg_len, keep:str, batch:int, steps:int):
         if not isinstance(n, int) or n < 1:
             raise ValueError(f'{what} must be an int of at least 1, got {n!r}')
 
+# %% ../nbs/35_convert.ipynb #bd52b6bc
+_HOOKS = {'_forward_hooks': 'forward hook', '_forward_pre_hooks': 'forward pre-hook',
+          '_backward_hooks': 'backward hook', '_backward_pre_hooks': 'backward pre-hook',
+          '_state_dict_hooks': 'state_dict hook', '_state_dict_pre_hooks': 'state_dict pre-hook',
+          '_load_state_dict_pre_hooks': 'load_state_dict pre-hook',
+          '_load_state_dict_post_hooks': 'load_state_dict post-hook'}
+
+def _carried(
+    rnn:nn.RNNBase,   # a layer
+) -> tuple:           # in words
+    "What a layer holds besides torch's options and weights"
+    weights, fresh = rnn._flat_weights_names, {*vars(nn.GRU(1, 1, device='meta')), *_OPTIONS}
+    derived = [n for n in rnn._flat_weights_names if n in vars(rnn)]
+    attributes = [n for n in vars(rnn) if n not in fresh and n not in weights]
+    known = {'buffers': list(rnn._buffers), 'parameters': [n for n in rnn._parameters if n not in weights],
+             'parametrizations of': list(getattr(rnn, 'parametrizations', ())),
+             'modules': [n for n in rnn._modules if n != 'parametrizations'],
+             'weights set from outside:': derived, 'attributes': attributes}
+    counts = {word: len(vars(rnn).get(key, ())) for key, word in _HOOKS.items()}
+    return tuple([f'{word} {", ".join(names)}' for word, names in known.items() if names]
+                 + [f'{n} {word}{"s" * (n > 1)}' for word, n in counts.items() if n])
+
 # %% ../nbs/35_convert.ipynb #e93396b3
 @dataclass(frozen=True)
 class Layer:
@@ -240,28 +262,6 @@ def _described(name:str, rnn:nn.RNNBase, seg_len, keep) -> Layer:
     return Layer(name, rnn.mode, rnn.input_size, rnn.hidden_size, rnn.num_layers,
                  2 if rnn.bidirectional else 1, rnn.proj_size, bool(rnn.batch_first), item, seg_len, keep,
                  getattr(_Recurrent, '_read_only_output', True), _carried(rnn))
-
-# %% ../nbs/35_convert.ipynb #bd52b6bc
-_HOOKS = {'_forward_hooks': 'forward hook', '_forward_pre_hooks': 'forward pre-hook',
-          '_backward_hooks': 'backward hook', '_backward_pre_hooks': 'backward pre-hook',
-          '_state_dict_hooks': 'state_dict hook', '_state_dict_pre_hooks': 'state_dict pre-hook',
-          '_load_state_dict_pre_hooks': 'load_state_dict pre-hook',
-          '_load_state_dict_post_hooks': 'load_state_dict post-hook'}
-
-def _carried(
-    rnn:nn.RNNBase,   # a layer
-) -> tuple:           # in words
-    "What a layer holds besides torch's options and weights"
-    weights, fresh = rnn._flat_weights_names, {*vars(nn.GRU(1, 1, device='meta')), *_OPTIONS}
-    derived = [n for n in rnn._flat_weights_names if n in vars(rnn)]
-    attributes = [n for n in vars(rnn) if n not in fresh and n not in weights]
-    known = {'buffers': list(rnn._buffers), 'parameters': [n for n in rnn._parameters if n not in weights],
-             'parametrizations of': list(getattr(rnn, 'parametrizations', ())),
-             'modules': [n for n in rnn._modules if n != 'parametrizations'],
-             'weights set from outside:': derived, 'attributes': attributes}
-    counts = {word: len(vars(rnn).get(key, ())) for key, word in _HOOKS.items()}
-    return tuple([f'{word} {", ".join(names)}' for word, names in known.items() if names]
-                 + [f'{n} {word}{"s" * (n > 1)}' for word, n in counts.items() if n])
 
 # %% ../nbs/35_convert.ipynb #503a0f41
 @dataclass(frozen=True)
