@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import ModuleType
@@ -27,6 +27,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from .recurrent import GRU, LSTM
 from .scan import plain
 
 # %% ../nbs/07_certify.ipynb #bea835e1
@@ -442,7 +443,46 @@ def _allowed(
     if not (dtype.is_floating_point or dtype.is_complex): return 0.
     return {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype.to_real(), 4*torch.finfo(dtype).eps)
 
+# %% ../nbs/07_certify.ipynb #c5ac4d67
+def _nudged(
+    loss:Callable,
+    seed:int,
+) -> Callable:  # takes the same
+    "The loss after each weight moved by at most one unit in its last place"
+    def run(model, batch):
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                if not (p.is_floating_point() or p.is_complex()): continue
+                p.mul_(1 + torch.finfo(p.dtype).eps*torch.randint(-1, 2, p.shape, generator=draw).to(p))
+        return loss(model, batch)
+    return run
+
+
+def _noise(
+    model:nn.Module,
+    batch,
+    loss:Callable,
+    grads:dict,            # name → gradient of this loss
+    names:Iterable[str],   # of the gradients to measure
+) -> dict:                 # name → norm
+    "How far rounding moves each of these gradients"
+    far = dict.fromkeys(names, 0.)
+    for seed in range(4):
+        moved = _step(model, batch, _nudged(loss, seed)).grads
+        for name in far:
+            if moved[name] is None or grads[name] is None: continue
+            far[name] = max(far[name], _norm(_wide(moved[name]) - _wide(grads[name])))
+    return far
+
 # %% ../nbs/07_certify.ipynb #7659c88a
+def _said(diff, without:str, with_:str) -> str:
+    "How a tensor of two runs differs; where it came from, if from one run only"
+    if (diff.plain is None) != (diff.again is None):
+        return f'{diff.name!r} came only {without if diff.again is None else with_}'
+    return f'{diff.name!r} differs by {diff.difference:.1e}'
+
+
 @dataclass(frozen=True)
 class TensorDiff:
     """A gradient, buffer or loss of the step, beside that of the step without recomputation
@@ -461,6 +501,8 @@ class TensorDiff:
         L2 norm with recomputation, None where there is no gradient.
     difference : float
         Norm of the difference over `plain`. 0 for two zeros or two Nones, infinite beside one of them.
+    floor : float
+        Norm of a difference that rounding accounts for. 0 where the tolerance was enough.
     """
     name: str
     shape: tuple
@@ -468,11 +510,15 @@ class TensorDiff:
     plain: float|None
     again: float|None
     difference: float
+    floor: float = 0.
 
-    def __str__(self):
-        if (self.plain is None) != (self.again is None):
-            return f'{self.name!r} came only with{"out" if self.again is None else ""} recomputation'
-        return f'{self.name!r} differs by {self.difference:.1e}'
+    @property
+    def rounding(self) -> bool:
+        "Is there a floor, and is the difference below it?"
+        if not self.floor or self.plain is None or self.again is None: return False
+        return (self.difference*self.plain if self.plain else self.again) <= self.floor
+
+    def __str__(self): return _said(self, 'without recomputation', 'with recomputation')
 
 # %% ../nbs/07_certify.ipynb #9f6ec34f
 def _compare(
@@ -492,7 +538,9 @@ def _compare_all(plain:dict, again:dict, like:dict) -> tuple:
 
 
 def _named(diffs, norm): return tuple(d.name for d in diffs if d.again == norm)
-def _rank(diff): return math.isnan(diff.difference), diff.difference  # NaN is the worst
+def _rank(diff):
+    "NaN is the worst, what rounding accounts for is no difference"
+    return math.isnan(diff.difference), 0. if diff.rounding else diff.difference
 
 # %% ../nbs/07_certify.ipynb #4e4ff7db
 @dataclass(frozen=True)
@@ -514,6 +562,12 @@ class Comparison:
         backward pass that does not switch gradients on, are not seen.
     tolerance : float | None
         Largest relative difference allowed, None for that of each dtype.
+    oracle : str
+        What the step is compared with.
+    before : tuple[str]
+        What differed from the oracle's model before the step.
+    original : Certificate | None
+        The same step beside that of the original model, if one was given.
     """
     gradients: tuple[TensorDiff, ...]
     buffers: tuple[TensorDiff, ...]
@@ -521,6 +575,9 @@ class Comparison:
     random: tuple[str, ...]
     n_recomputed: int
     tolerance: float|None = None
+    oracle: str = 'the same step without recomputation'
+    before: tuple[str, ...] = ()
+    original: 'Certificate|None' = None
 
 # %% ../nbs/07_certify.ipynb #2b807b48
 class Certificate(Comparison):
@@ -531,26 +588,45 @@ class Certificate(Comparison):
         return of_dtype if self.tolerance is None or not of_dtype else self.tolerance
 
     def differs(self, diff:TensorDiff) -> bool:
-        "Is this one beyond its tolerance? NaN is beyond any"
-        return not diff.difference <= self.allowed(diff)
+        "Is this one beyond its tolerance, and beyond what rounding does? NaN is beyond any"
+        return not (diff.difference <= self.allowed(diff) or diff.rounding)
 
     @property
     def problems(self) -> tuple:
-        "One sentence for each thing that differs"
-        kinds = {'gradient': self.gradients, 'buffer': self.buffers, 'the': (self.loss,)}
-        return (*(f'{kind} {d}' for kind, diffs in kinds.items() for d in diffs if self.differs(d)),
-                *(f'random state differs: {name}' for name in self.random))
+        "One sentence for each thing that differs, those of the original behind the others"
+        return (*_sentences(self), *(f'beside the original: {o}' for o in _sentences(self.original)))
 
     @property
-    def passed(self) -> bool: "Is everything as in the plain step?"; return not self.problems
+    def passed(self) -> bool: "Is everything as each oracle says?"; return not self.problems
     @property
     def worst(self) -> TensorDiff: "The gradient furthest off"; return max(self.gradients, key=_rank)
     @property
     def none(self) -> tuple: "Parameters that got no gradient"; return _named(self.gradients, None)
     @property
     def zero(self) -> tuple: "Parameters whose gradient is all zero"; return _named(self.gradients, 0.)
-    def __repr__(self): return f'{_summary(self)}\n\n{_gradient_table(self)}'
+    @property
+    def rounding(self) -> tuple:
+        "Parameters whose gradients differ beyond tolerance, but no more than rounding moves them"
+        return tuple(d.name for d in self.gradients if d.rounding and d.difference > self.allowed(d))
+    def __repr__(self):
+        parts = [_summary(self), _gradient_table(self), *([repr(self.original)] if self.original else [])]
+        return '\n\n'.join(parts)
     _repr_markdown_ = __repr__
+
+
+def _sentences(cert:Certificate|None) -> tuple:
+    "What differs from this certificate's own oracle"
+    if cert is None: return ()
+    sides = ('from the original', 'from this model') if cert.oracle == _ORIGINAL else (
+             'without recomputation', 'with recomputation')
+    kinds = {'gradient': cert.gradients, 'buffer': cert.buffers, 'the': (cert.loss,)}
+    return (*(f'before the step: {o}' for o in cert.before),
+            *(f'{kind} {_said(d, *sides)}' for kind, diffs in kinds.items()
+              for d in diffs if cert.differs(d)),
+            *(f'random state differs: {name}' for name in cert.random))
+
+_ORIGINAL = 'the original model, without recomputation'
+
 
 # %% ../nbs/07_certify.ipynb #ad7beaf4
 def _summary(
@@ -564,22 +640,104 @@ def _summary(
 
     again = (f'{cert.n_recomputed} operations ran again' if cert.n_recomputed else
              'no operation was seen to run again (compiled and hand-written backward passes are not seen)')
-    lines = [count(cert.gradients, 'gradients') + f'; {len(cert.none)} none, {len(cert.zero)} all zero',
-             f'loss, difference {cert.loss.difference:.1e}', count(cert.buffers, 'buffers'),
+    lines = [f'beside {cert.oracle}' + (f'; {", ".join(cert.before)}' if cert.before else ''),
+             count(cert.gradients, 'gradients') + f'; {len(cert.none)} none, {len(cert.zero)} all zero',
+             _floors(cert), f'loss, difference {cert.loss.difference:.1e}', count(cert.buffers, 'buffers'),
              'random state: ' + (f'differs, {", ".join(cert.random)}' if cert.random else 'equal'), again]
     return '\n- '.join(['passed\n' if cert.passed else 'FAILED\n', *lines])
 
 
+def _floors(cert:Certificate) -> str:
+    "Which gradients are what rounding left"
+    names = ', '.join(f'`{n}`' for n in cert.rounding[:5]) + ', …'*(len(cert.rounding) > 5)
+    if not names: return 'rounding: no gradient needed its floor'
+    return (f'rounding: {len(cert.rounding)} differ no more than {_ROOM} times as far as one unit in the '
+            f'last place of the weights moves them: {names}')
+
+
 def _gradient_table(cert:Certificate, n_rows:int=20) -> str:
     "The gradients that are furthest apart"
+    def limit(d):
+        if d.name not in cert.rounding: return f'{cert.allowed(d):.0e}' + ', exceeded'*cert.differs(d)
+        return 'rounding' if not d.plain else f'{d.floor/d.plain:.0e}, rounding'
+
     rows = sorted(cert.gradients, key=_rank, reverse=True)
     cells = [[f'`{d.name}`', _shape(d), str(d.dtype).removeprefix('torch.'),
               *('none' if n is None else f'{n:.2e}' for n in (d.plain, d.again)), f'{d.difference:.1e}',
-              f'{cert.allowed(d):.0e}' + ', exceeded'*cert.differs(d)] for d in rows[:n_rows]]
-    head = ['parameter', 'shape', 'dtype', 'norm, plain', 'norm, recomputed', 'difference', 'allowed']
+              limit(d)] for d in rows[:n_rows]]
+    sides = ('original', 'this model') if cert.oracle == _ORIGINAL else ('plain', 'recomputed')
+    head = ['parameter', 'shape', 'dtype', *(f'norm, {o}' for o in sides), 'difference', 'allowed']
     more = [f'\n{len(rows) - n_rows} more, which differ by {d.difference:.1e} or less'
             for d in rows[n_rows:n_rows+1]]
     return '\n'.join([_table(head, cells), *more])
+
+_ROOM = 8   # a difference may be so many times what rounding does
+
+
+# %% ../nbs/07_certify.ipynb #3f36a175
+def _beside(
+    plain:tuple,           # (model, batch, loss) of the oracle, and its `_Step`
+    again:_Step,           # the step to certify
+    like:dict,             # name → a parameter of its shape and dtype
+    **more,                # fields of the certificate
+) -> Certificate:
+    "Two steps compared; gradients beyond their tolerance get a floor"
+    *how, oracle = plain
+    buffers = _compare_all(oracle.buffers, again.buffers, oracle.buffers | again.buffers)
+    cert = Certificate(_compare_all(oracle.grads, again.grads, like), buffers,
+                       _compare('loss', oracle.loss, again.loss, again.loss),
+                       tuple(name for name, mark in again.random.items() if mark != oracle.random.get(name)),
+                       again.n_recomputed, **more)
+    beyond = [d.name for d in cert.gradients if cert.differs(d) and None not in (d.plain, d.again)]
+    if not beyond: return cert
+    largest = max((d.plain for d in cert.gradients if d.plain and math.isfinite(d.plain)), default=0.)
+    with _no_recompute(): far = _noise(*how, oracle.grads, beyond)
+    return replace(cert, gradients=tuple(
+        replace(d, floor=min(_ROOM*far[d.name], cert.allowed(d)*largest)) if d.name in far else d
+        for d in cert.gradients))
+
+# %% ../nbs/07_certify.ipynb #bec0c32f
+def _unlike(
+    model:nn.Module,
+    original:nn.Module,
+) -> tuple:  # one phrase each
+    "Parameters, buffers and modes in which two models differ"
+    ours, theirs = (dict(m.named_parameters()) | dict(m.named_buffers()) for m in (model, original))
+    if not ours.keys() & theirs.keys():
+        raise ValueError(f'original, a {type(original).__name__}, shares no name of a parameter with this '
+                         f'{type(model).__name__}; give a deep copy taken before the model was changed')
+    modes = {name: m.training for name, m in original.named_modules()}
+    return (*(f'{n!r} is only in this model' for n in ours if n not in theirs),
+            *(f'{n!r} is only in the original' for n in theirs if n not in ours),
+            *(f'{n!r} has other values' for n in ours if n in theirs and not ours[n].equal(theirs[n])),
+            *(f'{name or "the model"!r} is in another mode' for name, m in model.named_modules()
+              if m.training != modes.get(name, m.training)))
+
+
+def _undropped(
+    loss:Callable,
+) -> Callable:  # takes the same
+    "The loss without dropout between the layers of recurrent stacks"
+    def run(model, batch):
+        for m in model.modules():
+            if isinstance(m, (nn.RNNBase, GRU, LSTM)): m.dropout = 0.
+        return loss(model, batch)
+    return run
+
+
+def _against(
+    original:nn.Module,
+    model:nn.Module,
+    batch,
+    loss:Callable,
+    tolerance:float|None,
+) -> Certificate:
+    "One training step of a model beside that of the original"
+    loss = _undropped(loss)
+    with _no_recompute(): theirs = _step(original, batch, loss)
+    like = dict(original.named_parameters()) | dict(model.named_parameters())
+    return _beside((original, batch, loss, theirs), _step(model, batch, loss), like, tolerance=tolerance,
+                   oracle=_ORIGINAL, before=_unlike(model, original))
 
 # %% ../nbs/07_certify.ipynb #02672d7d
 def certify(
@@ -587,22 +745,25 @@ def certify(
     batch,                         # what `loss` takes
     loss:Callable,                 # loss(model, batch) → one number, a floating-point tensor
     *,
+    original:nn.Module|None=None,  # a second oracle: a deep copy from before `convert`, same weights
     reference:Callable|None=None,  # for a recomputation written by hand: the same loss without it
     tolerance:float|None=None,     # largest relative difference; None: 1e-10 float64, 1e-5 float32
-) -> Certificate:                  # a table; `.passed`, `.worst`, `.problems`
-    "Compare one training step with the same step run without recomputation"
+) -> Certificate:                  # a table; `.passed`, `.worst`, `.problems`, `.original`
+    "Compare one training step with the same step run without recomputation, and with the original model's"
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ValueError(f'tolerance must be a finite number of at least 0, or None, got {tolerance!r}')
-    with _no_recompute(): straight = _step(model, batch, reference or loss)
+    if original is model: raise ValueError('original is the model itself; take a deep copy before converting')
+    if original is not None: _unlike(model, original)   # refuses another model before anything runs
+    plainly = reference or loss
+    with _no_recompute(): straight = _step(model, batch, plainly)
     if straight.n_recomputed and reference is None:
         raise ValueError(f'the backward pass runs {straight.n_recomputed} operations again that cannot be '
                          'switched off (those of torch.utils.checkpoint and scan_segments can be); give '
                          'reference=, the same loss without recomputation')
     if all(grad is None for grad in straight.grads.values()):
         raise ValueError('no parameter got a gradient, even without recomputation; gradient_flow tells why')
-    again = _step(model, batch, loss)
-    gradients = _compare_all(straight.grads, again.grads, dict(model.named_parameters()))
-    buffers = _compare_all(straight.buffers, again.buffers, straight.buffers | again.buffers)
-    moved = tuple(name for name, mark in again.random.items() if mark != straight.random[name])
-    return Certificate(gradients, buffers, _compare('loss', straight.loss, again.loss, again.loss), moved,
-                       again.n_recomputed, tolerance)
+    cert = _beside((model, batch, plainly, straight), _step(model, batch, loss),
+                   dict(model.named_parameters()), tolerance=tolerance)
+    if original is None: return cert
+    return replace(cert, original=_against(original, model, batch, loss, tolerance))
+
