@@ -3,7 +3,7 @@ SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup data data-wide demo test fresh lint nbtest site pytest docs kernel lab bench clean
+.PHONY: help setup data data-wide demo test fresh lint nbtest site pytest test-real docs kernel lab bench clean
 
 VENV  ?= .venv
 # torch goes in first and alone, by version: a range would take a build for another machine
@@ -56,6 +56,17 @@ nbtest: setup ## test 3: every notebook, as nbdev runs it
 
 site: setup ## test 4: docs build, links hold, docs/ and README.md follow the notebooks
 	python tools/docs.py --check
+
+# Not part of `test`: 25 models of 17 packages, about 7 GB
+VENV_REAL ?= .venv-real
+REAL := $(VENV_REAL)/ready-$(shell cat tests/real/requirements.txt | cksum | tr ' ' -)
+test-real: $(REAL) ## models of other packages before and after `convert` (ARGS="-k flair"); tests/real/results.csv
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(VENV_REAL)/bin/python -m pytest tests/real/test_real.py $(ARGS)
+$(REAL):
+	test -x $(VENV_REAL)/bin/python || $(PYTHON) -m venv $(VENV_REAL)
+	$(VENV_REAL)/bin/pip install --quiet --no-compile $$(grep -E '^torch(vision)?==' tests/real/requirements.txt)
+	$(VENV_REAL)/bin/pip install --quiet --no-compile -r tests/real/requirements.txt
+	rm -f $(VENV_REAL)/ready-* && touch $@
 
 pytest: setup ## test 5: form, wheel in a clean venv, and the notebooks against the installed package
 	pytest -m '' --nb-package --cov --durations 10

@@ -19,7 +19,9 @@ TINY = 1e-9    # of the largest gradient: what a wrong one must not hide behind
 
 
 def square(model, x): return model(x).square().mean()
-def made(shape, dtype, seed): return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+def made(shape, dtype, seed):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 class Tagger(nn.Module):
@@ -53,7 +55,7 @@ def converted(dtype=torch.float64, seg_len=4, **how):
 @pytest.mark.parametrize('seed', range(2))
 def test_N06_gradients_zero_in_exact_arithmetic(dtype, seg_len, seed):
     model, original, x = converted(dtype, seg_len, seed=seed)
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2.}.get(dtype)   # of 16 bits nothing but the bias is asked
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 2.}.get(dtype)   # 16 bits: that it runs
     cert = certify(model, x, square, original=original, tolerance=tolerance)
     assert cert.passed, cert
     if dtype != torch.bfloat16: assert set(cert.original.rounding) == Tagger.ZERO
@@ -132,7 +134,7 @@ def test_N06_a_model_that_draws_from_nowhere_does_not_excuse_itself():
 # ---- the kinds of fault that were found
 
 class ByNumber(torch.autograd.Function):
-    "A step run again; sums of weight gradients are looked up by id, as if a saved tensor were the weight (N01)"
+    "A step run again; sums of gradients are looked up by id, as if what was saved were the weight (N01)"
     @staticmethod
     def forward(ctx, sums, x, w):
         ctx.sums = sums
@@ -218,7 +220,7 @@ def test_N02_another_weights_copy_is_caught(broken):
 
 
 class Shadowed(nn.Module):
-    "A layer whose weight is a plain tensor: made anew from parameters for each call, as by old AWD-LSTMs (N03)"
+    "A layer whose weight is a plain tensor: made anew for each call, as by old AWD-LSTMs (N03)"
     def __init__(self, kind, own_weight):
         super().__init__()
         torch.manual_seed(0)
@@ -236,14 +238,15 @@ class Shadowed(nn.Module):
 
 
 def test_N03_weights_that_are_not_followed_are_caught():
-    "The plain loop agrees with the layer: both compute with a parameter that nobody set. The original does not."
+    "The plain loop agrees with the layer: both compute with a parameter that nobody set."
     model, original = Shadowed(GRU, True), Shadowed(nn.GRU, False)
     with torch.no_grad(): model.rnn.weight_hh_l0.uniform_(-1, 1, generator=torch.Generator().manual_seed(9))
     x = made((7, 3, 4), torch.float64, 1)
     cert = certify(model, x, square, original=original)
     assert not cert.original.passed and not cert.passed
     assert "'rnn.weight_hh_l0' is only in this model" in cert.original.before
-    assert {'raw', 'rnn.weight_hh_l0'} <= {d.name for d in cert.original.gradients if cert.original.differs(d)}
+    bad = {d.name for d in cert.original.gradients if cert.original.differs(d)}
+    assert {'raw', 'rnn.weight_hh_l0'} <= bad
 
 
 # ---- the package itself: right, or refused, or caught; never a pass of something wrong
@@ -264,7 +267,8 @@ def test_N01_the_package_under_save_on_cpu(kind):
     theirs = (nn.GRU if kind is GRU else nn.LSTM)(3, 4).double()
     torch.func.functional_call(theirs, w, x)[0].square().mean().backward()
     offloaded(model, x).backward()
-    right = all(torch.allclose(p.grad, w[n].grad, rtol=1e-10, atol=1e-13) for n, p in model.named_parameters())
+    right = all(torch.allclose(p.grad, w[n].grad, rtol=1e-10, atol=1e-13)
+                for n, p in model.named_parameters())
     model.zero_grad()
     assert passes_or_stops(model, x, offloaded) == right
 
