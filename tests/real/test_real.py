@@ -48,8 +48,8 @@ def test_layers_are_replaced_and_the_rest_is_not(real):
     after, *_ = made(real)
     ours = {n for n, m in after.named_modules() if type(m).__module__.startswith('gruckpt')}
     assert ours == set(real.layers)
-    assert {n: type(m) for n, m in before.named_modules() if n not in ours} == {
-        n: type(m) for n, m in after.named_modules() if n not in ours}
+    assert {n: type(m).__name__ for n, m in before.named_modules() if n not in ours} == {
+        n: type(m).__name__ for n, m in after.named_modules() if n not in ours}
     assert all(isinstance(after.get_submodule(n), type(before.get_submodule(n))) or isinstance(
         after.get_submodule(n), nn.GRU | nn.LSTM) for n in ours)
 
