@@ -2,14 +2,13 @@
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pandas as pd
 import pytest
 import torch
 import typer
+from processes import Process, ranks
 
 from gruckpt.cli import app, main
 
@@ -23,11 +22,10 @@ TRAIN = ('train-lm', '--text', 'text.txt', *HERE)
 def starter(folder):
     "A function that starts a command in a folder, and waits for it unless told otherwise."
     (folder/'text.txt').write_text(TEXT)
-    def start(*args, wait=True, code=None):
-        command = [sys.executable, *(('-c', code) if code else ('-m', 'gruckpt.cli')), *map(str, args)]
-        p = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start(*args, wait=True, code=None, **kw):
+        p = Process(*(('-c', code) if code else ('-m', 'gruckpt.cli')), *args, cwd=folder, **kw)
         if not wait: return p
-        out, err = p.communicate(timeout=120)
+        out, err = p.communicate(timeout=300)
         return p.returncode, out, err
     start.folder = folder
     return start
@@ -62,7 +60,7 @@ def wait_for(run, out, step, p):
     path = run.folder/out/'telemetry.csv'
     for _ in range(1200):
         if path.exists() and path.read_text().count('\n') > step: return
-        assert p.poll() is None, p.stderr.read()
+        assert p.poll() is None, p.said()
         time.sleep(0.05)
     pytest.fail(f'step {step} was not reached')
 
@@ -123,7 +121,7 @@ def test_every_help_ends_well(run, capsys):
     known = list(paths(typer.main.get_command(app)))
     assert {(), ('train-lm',), ('generate',), ('report',), ('bench', 'lm')} <= set(known)
     for path in known: assert main([*path, '--help']) == 0 and 'Usage: gruckpt' in capsys.readouterr().out
-    code, out, err = run('--help')
+    code, out, err = run('--help', fresh=True)
     assert (code, err) == (0, '') and 'train-lm' in out
 
 
@@ -133,7 +131,7 @@ def test_straight_or_in_two_processes(run, straight):
     """R01: stopped in mid-epoch, dropout on, half of the inputs drawn; the second process is told nothing but
     where and how far. Losses, positions, and weights are equal to the bit; no row is missing or repeated."""
     assert train(run, 'a', '--max-steps', 7) == (0, '', '')
-    assert run(*TRAIN, '--out', 'a', '--max-steps', 40, '--resume') == (0, '', '')
+    assert run(*TRAIN, '--out', 'a', '--max-steps', 40, '--resume', fresh=True) == (0, '', '')
     seen, (rows, weights, _) = telemetry(run), straight
     assert seen.equals(rows.head(40)) and seen.epoch[6] == seen.epoch[7] < seen.epoch[39]
     now = torch.load(run.folder/'a'/'step-00000040.pt')['model']
@@ -157,7 +155,7 @@ def test_killed_at_any_moment_it_goes_on(run, straight):
     "SIGKILL, three times, in a run that saves every step: no file is lost, the end is the unbroken run's."
     for step in 2, 15, 30:
         resume = ['--resume'] if step > 2 else []
-        p = train(run, 'a', '--save-every', 1, '--max-steps', 60, *resume, wait=False)
+        p = train(run, 'a', '--save-every', 1, '--max-steps', 60, *resume, wait=False, fresh=True)
         wait_for(run, 'a', step, p)
         p.kill()
         p.communicate()
@@ -261,9 +259,16 @@ def test_tensorboard_is_written_or_refused(run):
 # ---- several processes ----
 
 def torchrun(run, n, *args):
-    "A command in `n` processes."
+    "A command in `n` processes, as a user starts it."
     code = 'import sys; from torch.distributed.run import main; main(sys.argv[1:])'
-    return run('--standalone', '--nproc-per-node', n, '-m', 'gruckpt.cli', *args, code=code)
+    return run('--standalone', '--nproc-per-node', n, '-m', 'gruckpt.cli', *args, code=code, fresh=True)
+
+
+def grouped(run, n, *args):
+    "The same without torchrun: the first exit code, and what all said on stderr."
+    started = ranks(n, '-m', 'gruckpt.cli', *args, cwd=run.folder)
+    errors = [p.communicate(timeout=300)[1] for p in started]
+    return started[0].returncode, ''.join(errors)
 
 
 def test_two_processes_are_one_with_all_rows(run):
@@ -275,12 +280,13 @@ def test_two_processes_are_one_with_all_rows(run):
     code, out, err = torchrun(run, 2, 'train-lm', *model, *rest, '--out', 'a', '--batch', 4, '--max-steps', 3)
     assert code == 0 and out.count('done') == 1 and '2 processes' in out, err
     assert run('train-lm', *rest, '--out', 'a', '--max-steps', 6, '--resume', '--quiet') == (0, '', '')
-    assert torchrun(run, 2, 'train-lm', *rest, '--out', 'a', '--max-steps', 9, '--resume')[0] == 0
+    code, err = grouped(run, 2, 'train-lm', *rest, '--out', 'a', '--max-steps', 9, '--resume')
+    assert code == 0, err
     seen, whole = telemetry(run), telemetry(run, 'whole')
     assert seen.step.tolist() == list(range(1, 10)) and seen.epoch.equals(whole.epoch)
     for name in 'loss', 'grad_norm':
         assert seen[name].tolist() == pytest.approx(whole[name].tolist(), rel=1e-4)
-    code, _, err = torchrun(run, 3, 'train-lm', *rest, '--out', 'a', '--max-steps', 12, '--resume')
+    code, err = grouped(run, 3, 'train-lm', *rest, '--out', 'a', '--max-steps', 12, '--resume')
     assert code and 'gruckpt: the 8 rows of this run cannot be shared evenly by 3 processes' in err
 
 

@@ -1,7 +1,5 @@
 """Forecasts against the model by hand, naive ones against a loop, no look ahead, a run resumed elsewhere."""
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from processes import python
 
 from gruckpt.columns import SeriesSpec, read_series
 from gruckpt.files import load_checkpoint
@@ -92,10 +91,9 @@ def test_a_fresh_process_goes_on_to_the_bit(tmp_path, stop, precision):
     first = begin(config)
     assert stop % len(first.stream) and whole[-1][1] > whole[stop][1]        # an epoch's middle, and another
     list(session(first_until(first, stop), tmp_path/'run'))
-    p = subprocess.run([sys.executable, '-c', RESUME, str(tmp_path/'run'), str(tmp_path/'a.parquet')],
-                       capture_output=True, text=True, cwd=ROOT)
-    assert p.returncode == 0, p.stderr
-    assert json.loads(p.stdout) == whole[stop:]
+    code, out, err = python('-c', RESUME, tmp_path/'run', tmp_path/'a.parquet', cwd=ROOT)
+    assert code == 0, err
+    assert json.loads(out) == whole[stop:]
 
 
 def first_until(trainer, stop):

@@ -1,9 +1,6 @@
 """Several processes on one machine. Run as a script, this file is one of those processes."""
 import hashlib
 import json
-import os
-import socket
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -11,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from processes import ranks
 from torch import nn
 
 from gruckpt.lm import GRULM, GRUSpec
@@ -25,14 +23,7 @@ IDS = torch.randint(20, (4000,), generator=torch.Generator().manual_seed(1))
 
 def start(case, size, out):
     "The processes of a case; each writes what it has to `out`-RANK."
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'WORLD_SIZE': str(size),
-           'OMP_NUM_THREADS': '1'}
-    return [subprocess.Popen([sys.executable, __file__, case, f'{out}-{rank}'], stderr=subprocess.PIPE,
-                             text=True, env={**env, 'RANK': str(rank), 'LOCAL_RANK': str(rank)})
-            for rank in range(size)]
+    return ranks(size, __file__, case, out)
 
 
 def finished(case, size, tmp_path):
@@ -152,7 +143,7 @@ if __name__ == '__main__':
     with joined(World.from_env(), timeout_s={'hangs': 4, 'fails': 15}.get(sys.argv[1], 60)) as here:
         result = globals()[f'case_{sys.argv[1]}'](here)
         every_rank(None)                                              # nobody leaves before all are done
-    with open(sys.argv[2], 'w') as f: f.write(json.dumps(result))
+    with open(f'{sys.argv[2]}-{here.rank}', 'w') as f: f.write(json.dumps(result))
 
 
 # ---- tests ----

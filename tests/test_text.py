@@ -3,13 +3,13 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 from gruckpt.text import TokenStream, Vocab
 
@@ -24,10 +24,10 @@ stream = TokenStream(vocab.encode(text), batch_size=3, n_steps=16, seed=7)
 """
 
 
-def python(code, *args, **env):
-    "What `code` prints in a process of its own, as JSON"
-    out = subprocess.run([sys.executable, '-c', code, *args], env={**os.environ, **env}, cwd=ROOT,
-                         capture_output=True, check=True).stdout
+def printed(code, *args, **env):
+    "What `code` prints in a process of its own, as JSON; with `env` in a fresh interpreter"
+    ended, out, err = python('-c', code, *args, cwd=ROOT, env=env, fresh=bool(env))
+    assert ended == 0, err
     return json.loads(out)
 
 
@@ -49,7 +49,7 @@ batch = next(iter(stream))
 loss = torch.nn.functional.cross_entropy(head(emb(batch.inputs)).flatten(0, 1), batch.targets.flatten())
 print(json.dumps([list(set(text)), vocab.symbols, batch.inputs.tolist(), loss.item()]))
 """
-    (set_a, *a), (set_b, *b) = (python(code, json.dumps(TEXT), PYTHONHASHSEED=seed) for seed in '12')
+    (set_a, *a), (set_b, *b) = (printed(code, json.dumps(TEXT), PYTHONHASHSEED=seed) for seed in '12')
     assert set_a != set_b  # the trap is there
     assert a == b
 
@@ -65,7 +65,7 @@ try: usual = open(sys.argv[1]).read()
 except EncodingWarning: usual = None
 print(json.dumps([encoding, usual, read_text(sys.argv[1])]))
 """
-    got = python(code, str(tmp_path/'mixed.txt'), LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0',
+    got = printed(code, str(tmp_path/'mixed.txt'), LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0',
                  PYTHONWARNDEFAULTENCODING='1')
     assert got[0].lower() not in ('utf-8', 'utf8') and got[1:] == [None, 'ab\r\ncd\r\xe9\n']
 
@@ -80,7 +80,7 @@ def test_fresh_process_resumes_in_mid_epoch():
 stream.load_state_dict(json.loads(sys.argv[2]))
 print(json.dumps([b.inputs.tolist() for _ in range(3) for b in stream]))
 """
-    after = python(code, json.dumps(TEXT), json.dumps(state))
+    after = printed(code, json.dumps(TEXT), json.dumps(state))
     assert before + after[:24] == straight
 
 

@@ -8,8 +8,6 @@ import math
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -21,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from processes import python, ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._pytree import tree_leaves
@@ -164,10 +163,9 @@ def go(folder, max_steps):
 
 def process(*args):
     "What this file prints as a script."
-    done = subprocess.run([sys.executable, __file__, *map(str, args)], capture_output=True, text=True,
-                          env={**os.environ, 'OMP_NUM_THREADS': '1'}, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    code, out, err = python(__file__, *args, env={'OMP_NUM_THREADS': '1'})
+    assert code == 0, err
+    return json.loads(out)
 
 
 def telemetry(folder, *without):
@@ -523,14 +521,7 @@ def work(folder, max_steps, accumulate, stop_at=0):
 
 def two_ranks(*args):
     "What each of two processes sees."
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port), 'WORLD_SIZE': '2',
-           'OMP_NUM_THREADS': '1'}
-    running = [subprocess.Popen([sys.executable, __file__, 'work', *map(str, args)], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True,
-                                env={**env, 'RANK': str(n), 'LOCAL_RANK': str(n)}) for n in range(2)]
+    running = ranks(2, __file__, 'work', *args)
     said = [p.communicate(timeout=200) for p in running]
     assert [p.returncode for p in running] == [0, 0], said
     return [json.loads(out.splitlines()[-1]) for out, _ in said]   # after what gloo says

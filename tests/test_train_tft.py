@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from processes import Process, ranks
 
 from gruckpt.cli import main
 
-COMMAND = (sys.executable, '-m', 'gruckpt.cli')
 SMALL = tuple('--hidden 16 --heads 2 --lookback 24 --horizon 6 --lr 1e-2 --seed 3'.split())
 HERE = ('--device', 'cpu', '--threads', '1')
 ROLES = ('--target', 'load', '--ids', 'site', '--static', 'site')
@@ -33,9 +33,8 @@ def starter(folder):
     "A function that starts a command in a folder, and waits for it unless told otherwise."
     table().to_parquet(folder/'load.parquet')
     table().to_csv(folder/'load.csv', index=False)
-    def start(*args, wait=True, command=COMMAND):
-        p = subprocess.Popen([*command, *map(str, args)], cwd=folder, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, text=True)
+    def start(*args, wait=True, **kw):
+        p = Process('-m', 'gruckpt.cli', *args, cwd=folder, **kw)
         if not wait: return p
         out, err = p.communicate(timeout=300)
         return p.returncode, out, err
@@ -85,7 +84,7 @@ def wait_for(folder, step, p):
     for _ in range(2400):
         file = folder/'telemetry.csv'
         if file.exists() and file.read_text().count('\n') > step: return
-        assert p.poll() is None, p.stderr.read()
+        assert p.poll() is None, p.said()
         time.sleep(0.05)
     pytest.fail(f'step {step} was not reached')
 
@@ -141,11 +140,10 @@ def test_two_processes_are_one(run):
     "Half a batch each gives the losses of a whole one, and recomputation changes nothing about it."
     same = ('--dropout', '0', '--epochs', '2', '--quiet')
     assert train(run, 'one', *same) == (0, '', '')
-    ranks = (sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--standalone',
-             '-m', 'gruckpt.cli')
-    code, out, err = run('train-tft', *DATA, *ROLES, *SMALL, *HERE, '--batch-size', '16', '--out', 'two',
-                         '--tier', 'vsn', *same, command=ranks)
-    assert code == 0, err
+    two = ranks(2, '-m', 'gruckpt.cli', 'train-tft', *DATA, *ROLES, *SMALL, *HERE, '--batch-size', '16',
+                '--out', 'two', '--tier', 'vsn', *same, cwd=run.folder)
+    said = [p.communicate(timeout=300) for p in two]
+    assert [p.returncode for p in two] == [0, 0], said
     a, b = telemetry(run.folder/'one'), telemetry(run.folder/'two')
     assert len(a) == len(b) and np.allclose(a.loss, b.loss, rtol=1e-4)
 
