@@ -356,7 +356,7 @@ def test_B13_out_of_memory_leaves_nothing_behind():
             before = snapshot(trainer)
         curves.append([list(seen), trainer.plan.n_segments])
     assert [k for _, k in curves] == [4, 2] and len(refs) == 2
-    assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-6)
+    assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-5)
 
 
 def test_B13_nothing_is_kept_of_a_failed_probe():

@@ -158,7 +158,7 @@ def trained(request, tmp_path_factory):
 def test_gradients_are_those_of_the_joined_batch(trained, n_segments, find_unused):
     "X01: recomputed segments hand each gradient over once; X02: weights equal to the bit after each step."
     ranks = [o[f'{n_segments} {find_unused}'] for o in trained]
-    assert max(e for o in ranks for e in o['errors']) < 1e-6
+    assert max(e for o in ranks for e in o['errors']) < 1e-5
     assert all(len(set(prints)) == 1 for prints in zip(*[o['prints'] for o in ranks]))
     assert len(set(ranks[0]['prints'])) == 5 and {o['rounds'] for o in ranks} == {5}
 
@@ -167,14 +167,14 @@ def test_looking_for_unused_weights_changes_nothing(trained):
     "With two ranks to the bit; the sum of three depends on where a number lies in what is exchanged."
     for o in trained:
         for k in 1, 4:
-            assert o[f'{k} False']['last'] == pytest.approx(o[f'{k} True']['last'], rel=1e-6)
+            assert o[f'{k} False']['last'] == pytest.approx(o[f'{k} True']['last'], rel=1e-5)
             assert len(trained) > 2 or o[f'{k} False'] == o[f'{k} True']
 
 
 def test_accumulation_and_dropout(tmp_path):
     "X03: three micro-batches are the batch of three times the rows, and one exchange a step."
     ranks = finished('more', 2, tmp_path)
-    assert max(e for o in ranks for e in o['micro']['errors']) < 1e-6
+    assert max(e for o in ranks for e in o['micro']['errors']) < 1e-5
     assert [o['micro']['rounds'] for o in ranks] == [5, 5]
     for name in 'micro', 'dropout':
         assert ranks[0][name]['prints'] == ranks[1][name]['prints'], name

@@ -535,13 +535,13 @@ def runs(tmp_path_factory):
 
 
 def near(steps, reference):
-    "Same steps; losses and norms within 1e-6."
+    "Same steps; losses and norms within 1e-5."
     assert [s[0] for s in steps] == [s[0] for s in reference]
-    for a, b in zip(steps, reference, strict=True): assert a[1:3] == pytest.approx(b[1:3], rel=1e-6)
+    for a, b in zip(steps, reference, strict=True): assert a[1:3] == pytest.approx(b[1:3], rel=1e-5)
 
 
 def test_x02_two_ranks_are_one_process(runs):
-    "Joined losses and norms within 1e-6; both ranks have the same weights and random state, to the bit."
+    "Joined losses and norms within 1e-5; both ranks have the same weights and random state, to the bit."
     folder, one, (first, second) = runs
     near(first['steps'], one['steps'])
     assert first == second
@@ -549,7 +549,7 @@ def test_x02_two_ranks_are_one_process(runs):
     assert tables[0].step.tolist() == tables[1].step.tolist() == list(range(1, 9))
     states = [load_checkpoint(folder/name).state for name in ('one', 'two')]
     assert states[0]['stream'] == states[1]['stream']
-    torch.testing.assert_close(states[0]['carried'], states[1]['carried'], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(states[0]['carried'], states[1]['carried'], rtol=1e-4, atol=1e-5)
     names = [sorted(o.name for o in (folder/name).iterdir()) for name in ('one', 'two')]
     assert names[0] == names[1] and 'best.pt' in names[0]
 
