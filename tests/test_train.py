@@ -139,8 +139,7 @@ def test_g12_a_carried_state_is_a_leaf():
 
 # ---- R01, R02: a run that goes on ----
 
-@pytest.mark.parametrize('accumulate', [1, 3])
-@pytest.mark.parametrize('stop', [1, 7, 13, 19])
+@pytest.mark.parametrize('stop, accumulate', [(1, 3), (7, 1), (13, 3)])
 def test_resume_is_exact_wherever_it_stops(stop, accumulate, tmp_path):
     "Through a file, with another plan object, and with the generators elsewhere in between."
     straight = facts(trainer(accumulate=accumulate, p=0.5).steps())
