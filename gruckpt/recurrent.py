@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .cells import (NORM_EPS, CellWeights, GRUCell, LSTMCell, NormedGRUCell, loop, norm_rows,
                            norm_rows_back)
 from .scan import grad_sink, is_plain, scan_segments
-from .segment import Plan
+from .segment import Plan, _kept, keep_each
 
 # %% ../nbs/05_recurrent.ipynb #8e2896e9
 def _mixed(
@@ -207,7 +207,7 @@ def _check_options(input_size, hidden_size, num_layers, dropout, norm, seg_len, 
         if v is not None and (not isinstance(v, int) or v < 1):
             raise ValueError(f'{name} must be None or an int of at least 1, got {v!r}')
     if not 0 <= dropout <= 1: raise ValueError(f'dropout must be in 0..1, got {dropout!r}')
-    if keep not in ('hidden', 'gates'): raise ValueError(f"keep must be 'hidden' or 'gates', got {keep!r}")
+    keep_each(_kept('keep', keep), num_layers)
     if norm not in (None, 'state', 'output'):
         raise ValueError(f"norm must be None, 'state' or 'output', got {norm!r}")
     if not 0 <= proj_size < hidden_size:
@@ -317,7 +317,8 @@ def _one_layer(rnn:_Recurrent, k:int, d:int, x, x_gain, state:list, seed, start:
     cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(x.device.type) if cast else rnn.weight_hh_l0.dtype
     top = k == rnn.num_layers - 1
-    job = _Job(rnn.cell, rnn.keep, rnn.chunk_len, bool(d) and stride > 0, drop, dtype, top)
+    keep = keep_each(rnn.keep, rnn.num_layers)[k]
+    job = _Job(rnn.cell, keep, rnn.chunk_len, bool(d) and stride > 0, drop, dtype, top)
     w = _weights_of(rnn, k, d, x_gain)
     out, *final = _plain_layer(job, x, state, w) if is_plain() else _Layer.apply(job, len(w), x, *w, *state)
     return out, final
@@ -472,7 +473,7 @@ class GRU(_Recurrent):
     norm : None, 'state' (RMSNorm on the state that is passed on and put out) or 'output' (on what is put out)
     reset : reset gate 'after' the recurrent matmul (torch, cuDNN) or 'before' it (Cho et al. 2014, GRU-L3)
     seg_len : steps in a segment of time, recomputed in the backward pass; None does not cut
-    keep : 'hidden' keeps the states, 'gates' keeps the gates too and rebuilds nothing
+    keep : 'hidden' keeps the states, 'gates' keeps the gates too and rebuilds nothing; a tuple has a word a layer
     chunk_len : steps whose gates are in flight at a time; None chooses by the batch
     """
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.,
@@ -505,7 +506,7 @@ class LSTM(_Recurrent):
     device : of the parameters
     dtype : of the parameters
     seg_len : steps in a segment of time, recomputed in the backward pass; None does not cut
-    keep : 'hidden' keeps the states, 'gates' keeps the gates too and rebuilds nothing
+    keep : 'hidden' keeps the states, 'gates' keeps the gates too and rebuilds nothing; a tuple has a word a layer
     chunk_len : steps whose gates are in flight at a time; None chooses by the batch
     """
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.,
