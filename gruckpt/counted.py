@@ -7,7 +7,7 @@ __all__ = ['parts_of', 'moments_of', 'rhythm', 'work_of']
 
 # %% ../nbs/11_counted.ipynb #5a50a59f
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -322,6 +322,7 @@ _OPS = {'after': {'project': (3, 2), 'advance': (5, 14), 'rebuild': (4, 10), 'fa
 _NORM_OPS = {'advance': (6, 8), 'factors': (7, 9), 'reverse': (6, 13), 'collect': (3, 4)}
 _BY_STEP = 'advance', 'reverse'    # the others take a chunk at a time
 
+@lru_cache
 def _ops(
     cell,        # `GRUCell` or `NormedGRUCell`
 ) -> dict:       # {operation: (kernels a step or a chunk, rows a step)}

@@ -250,9 +250,10 @@ class Work:
     launches:int = 0
 
     def __add__(self, other:'Work') -> 'Work':
-        return Work(*(getattr(self, k) + getattr(other, k) for k in self.__dataclass_fields__))
+        return Work(self.steps + other.steps, self.step_flops + other.step_flops, self.flops + other.flops,
+                    self.moved + other.moved, self.launches + other.launches)
     def __mul__(self, n:int) -> 'Work':
-        return Work(*(n * getattr(self, k) for k in self.__dataclass_fields__))
+        return Work(n*self.steps, n*self.step_flops, n*self.flops, n*self.moved, n*self.launches)
 
 # %% ../nbs/00_segment.ipynb #63c80606
 @dataclass(frozen=True)
