@@ -145,7 +145,7 @@ def _update(sizes:tuple, begins:dict, item_w:int, optimizer:str, first:bool, cli
     kept = begins | {'gradients': item_w * sum(sizes)}
     made = {'optimizer': _kept_by(sizes, item_w, optimizer)} if first else {}
     found = {'update: optimizer': kept | made | {'optimizer copies': item_w * how.copies(sizes)}}
-    if clip: found['update: norms'] = kept | {'norms': 2 * len(sizes) * max(item_w, 4)}
+    if clip: found['update: norms'] = kept | {'norms': max(2 * len(sizes), 3) * max(item_w, 4)}
     return found
 
 def _kept_by(sizes:tuple, item_w:int, optimizer:str) -> int:
@@ -162,7 +162,9 @@ def estimate(
     precision:str='float32',     # 'bfloat16', 'float16': autocast over float32; 'pure bfloat16'; 'float64'
     device:str='cpu',            # on 'cuda' the ledger has lines beside tensors
     first:bool=False,            # the first step, before the optimizer has a state; later ones need no less
-    clip:bool=True,              # is the norm of the gradients taken?
+    clip:bool=True,              # is the norm of the gradients taken? The trainer always does
+    carried:bool=True,           # does a state come in, as in a run? Else it is made inside the step
+    accumulate:int=1,            # micro-batches of `batch` rows whose gradients make one step
     world_size:int=1,            # processes; with several, DDP has buckets for the gradients
     bucket_view:bool=True,       # do the gradients lie in them (gradient_as_bucket_view), or are they copied?
     frozen:tuple=(),             # names of parts in `spec.parts` that are not trained
@@ -172,24 +174,21 @@ def estimate(
     _one_of('optimizer', optimizer, _OPTIMIZERS)
     _one_of('precision', precision, _PRECISIONS)
     _one_of('device', device, ('cpu', 'cuda'))
-    for name, n in ('batch', batch), ('world_size', world_size):
+    for name, n in ('batch', batch), ('world_size', world_size), ('accumulate', accumulate):
         if type(n) is int and n >= 1: continue
         raise ValueError(f'{name} must be an integer of at least 1, got {n!r}')
     item_w, item = _PRECISIONS[precision]
     sizes = _trained(spec, frozen)
-    found = spec.moments(batch, plan, item_w, item, frozen)
+    found = spec.moments(batch, plan, item_w, item, frozen, carried=carried, accumulate=accumulate)
     found |= _update(sizes, found.pop('update: begins'), item_w, optimizer, first, clip)
     always = {'weights': item_w * sum(spec.sizes)}
     if not first: always['optimizer'] = _kept_by(sizes, item_w, optimizer)
     if world_size > 1: always['gradient buckets'] = item_w * sum(sizes)
     if teacher_forcing < 1: always['tape'] = spec.tape_bytes(batch, plan)
     instead = {'gradients': 0} if world_size > 1 and bucket_view else {}
-    moments = {m: always | _scaled(precision, m) | t | instead for m, t in found.items()}
+    scaled = {'scaled loss': max(item, 4)} if precision == 'float16' or accumulate > 1 else {}
+    moments = {m: always | (scaled if m.startswith('backward') else {}) | t | instead for m, t in found.items()}
     return Ledger(moments, _beside(spec, plan, device), _CONTEXT * (device == 'cuda'))
-
-def _scaled(precision:str, moment:str) -> dict:
-    "With a loss scale the way back starts from another number"
-    return {'scaled loss': 4} if precision == 'float16' and moment.startswith('backward') else {}
 
 def _trained(spec, frozen:tuple) -> tuple:
     "Numbers in each parameter that gets a gradient; ValueError for an unknown part"

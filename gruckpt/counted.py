@@ -230,6 +230,7 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     waiting = base | {'gates of a chunk': hidden * top.gates(top.chunk(n))}
     found = _head_moments(o, n, waiting, total, copies, name)
     found |= _norm_moment(o, n, waiting, total, copies, name)
+    found |= _recorded_again(o, n, base | {'gradient sums': total, 'weight copies': copies}, name)
     for k in range(L) if o.frozen else {L - 1, min(1, L - 1), 0}:
         at_states = o.mixed*o.final + (L - 1 - k)*o.state//L*wanted
         found |= _layer_moments(o, n, k, base, total, copies, at_states, name)
@@ -241,6 +242,35 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     return found
 
 # %% ../nbs/11_counted.ipynb #d58c5d03
+def _recorded_again(o:_Counted, n, base:dict, name:str) -> dict:
+    "The second forward pass of a segment; with `keep='gates'` the loss is computed once more"
+    L, top = o.spec.n_layers, o.layer(o.spec.n_layers - 1)
+    kept = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
+    found = {f'backward: top layer again, {name}': kept | {
+        'final states': o.state + (L - 1)*o.above.row, 'scratch': top.forward(n)}}
+    if o.plan.keep == 'gates': found[f'backward: loss again, {name}'] = kept | {
+        'normed output': o.normed(n), 'targets': o.targets(n), 'losses': 4*o.wide,
+        'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch)}
+    if o.gain: found[f'backward: norm again, {name}'] = kept | {
+        'normed output': o.normed(n), 'final states': o.state + o.final, 'scratch': _norm_scratch(o.above, n)}
+    return found
+
+# %% ../nbs/11_counted.ipynb #87e4627f
+def _around(o:_Counted, moment:str, terms:dict, carried:bool, accumulate:int) -> dict:
+    "What the step holds at a moment of its last micro-batch, beside weights and optimizer"
+    phase, later = moment.split(':')[0], accumulate > 1
+    own = o.state * (phase == 'forward' or phase == 'backward' and o.cut)
+    always = {'tokens': 2*8*o.batch*o.plan.n_steps * accumulate,
+              'state': carried*o.state + (later or not carried)*own}
+    if not later or phase == 'update': return always | terms
+    waits = o.spec.tied and o.trains('embedding') and not o.cut and 'gradients' in terms      # for the other's
+    return always | terms | {
+        'gradients': o.item_w * sum(sum(sizes) for part, sizes in parts_of(o.spec).items() if o.trains(part)),
+        'gradients to be added': terms.get('gradients to be added', 0)
+                                 + waits * o.spec.vocab_size*o.spec.hidden*o.item_w,
+        'losses': terms.get('losses', 0) + (1 + (phase == 'forward'))*o.wide}
+
+# %% ../nbs/11_counted.ipynb #116e6a64
 def moments_of(
     spec,              # the model's form
     batch:int,         # rows, B
@@ -248,12 +278,13 @@ def moments_of(
     item_w:int,        # bytes of a number in the weights
     item:int,          # in the arithmetic of the layers
     frozen:tuple=(),   # parts that get no gradient, names of `spec.parts`
+    *, carried:bool=True,   # does a state come in, and stay to the end of the step?
+    accumulate:int=1,       # micro-batches whose gradients add up
 ) -> dict:             # {'phase: what happens': {term: bytes}}
     "What a step's two passes hold beside weights and optimizer; the peak is the fullest moment's"
     if {'embedding', 'layer 0'} <= set(frozen):
         raise ValueError('a model with embedding and layer 0 frozen is not counted; use estimate_any')
     o = _Counted(spec, batch, plan, item_w, item, tuple(frozen))
-    always = {'tokens': 2*8*batch*plan.n_steps, 'state': o.state}
     if not o.cut:
         T, name = plan.n_steps, 'the only segment'
         found = _forward_moments(o, T, 0, name) | _last_moments(o, T, 0, name)
@@ -266,4 +297,4 @@ def moments_of(
         found['backward: all rounded'] = {'gradient sums': _sums(o), 'rounded': _sums(o)*item_w//4,
                                           'losses': 3*o.wide, 'final states': o.state}
     found['update: begins'] = {'final states': o.state, 'losses': max(item_w, 4)}
-    return {moment: always | terms for moment, terms in found.items()}
+    return {moment: _around(o, moment, terms, carried, accumulate) for moment, terms in found.items()}
