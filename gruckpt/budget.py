@@ -168,7 +168,8 @@ def estimate(
     world_size:int=1,            # processes; with several, DDP has buckets for the gradients
     bucket_view:bool=True,       # do the gradients lie in them (gradient_as_bucket_view), or are they copied?
     frozen:tuple=(),             # names of parts in `spec.parts` that are not trained
-    teacher_forcing:float=1.,    # below 1 some inputs are drawn, and lie on a tape of `spec.tape_bytes`
+    teacher_forcing:float=1.,    # below 1 some inputs are drawn, and lie on a tape
+    sampling=None,               # how they are drawn, a `Sampling`; None: step by step, the likeliest
 ) -> Ledger:
     "What a training step will hold, without running anything"
     _one_of('optimizer', optimizer, _OPTIMIZERS)
@@ -179,12 +180,12 @@ def estimate(
         raise ValueError(f'{name} must be an integer of at least 1, got {n!r}')
     item_w, item = _PRECISIONS[precision]
     sizes = _trained(spec, frozen)
-    found = spec.moments(batch, plan, item_w, item, frozen, carried=carried, accumulate=accumulate)
+    found = spec.moments(batch, plan, item_w, item, frozen, carried=carried, accumulate=accumulate,
+                         teacher_forcing=teacher_forcing, sampling=sampling)
     found |= _update(sizes, found.pop('update: begins'), item_w, optimizer, first, clip)
     always = {'weights': item_w * sum(spec.sizes)}
     if not first: always['optimizer'] = _kept_by(sizes, item_w, optimizer)
     if world_size > 1: always['gradient buckets'] = item_w * sum(sizes)
-    if teacher_forcing < 1: always['tape'] = spec.tape_bytes(batch, plan)
     instead = {'gradients': 0} if world_size > 1 and bucket_view else {}
     scaled = {'scaled loss': max(item, 4)} if precision == 'float16' or accumulate > 1 else {}
     moments = {m: always | (scaled if m.startswith('backward') else {}) | t | instead for m, t in found.items()}
