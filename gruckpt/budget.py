@@ -8,13 +8,15 @@ __all__ = ['GPUS', 'Ledger', 'estimate', 'Card', 'fit', 'DoesNotFit', 'max_batch
 # %% ../nbs/08_budget.ipynb #12168935
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cache, reduce
+from itertools import count
 from math import isqrt
 
 import numpy as np
 import torch
 
 from .meter import Meter, human, nbytes, parse_bytes, shadow
+from .recurrent import _default_chunk
 from .segment import Plan
 
 # %% ../nbs/08_budget.ipynb #56a1a7e0
@@ -294,33 +296,62 @@ def _no_fit(o:DoesNotFit, batch:int, n_steps:int) -> str:
             f'{term} ({human(int(n))}), and more segments do not help; would fit: {would}')
 
 # %% ../nbs/08_budget.ipynb #df7fd9e9
-_MOST = 2**24    # where a search ends
+_MOST = 2**60    # no machine has so many bytes, and a search that gets there does not end
 
 def _largest(
-    fits:Callable,   # number → bool
-) -> int:            # n with fits(n) and not fits(n + 1); 0 if not even 1 fits
+    fits:Callable,      # number → bool; from some number on False, and True below it
+    low:int=1,          # smallest that is asked for
+    most:int|None=None, # largest; None: there is no such limit
+) -> int:               # n with fits(n) and not fits(n + 1), `most` if that fits, or low - 1
     "The largest number that fits, by doubling and halving"
-    if not fits(1): return 0
-    low, high = 1, 2
-    while high < _MOST and fits(high): low, high = high, 2*high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    if not fits(low): return low - 1
+    step, high = 1, most
+    while most is None or low + step < most:
+        if not fits(low + step):
+            high = low + step - 1
+            break
+        low, step = low + step, 2*step
+        if low > _MOST: raise ValueError('the bytes do not grow with what is asked for: give `most`')
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
-def _sizes_that_fit(spec, batch:int, n_steps:int, fits:Callable, names=None) -> dict:
+# %% ../nbs/08_budget.ipynb #3d20673d
+@cache
+def _chunk_changes() -> tuple:
+    "Batches from which on a layer takes another number of steps at a time"
+    found = [1]
+    while (n := _default_chunk(found[-1])) > 1:
+        found.append(next(b for b in count(found[-1] + 1) if _default_chunk(b) < n))
+    return tuple(found)
+
+def _largest_batch(fits:Callable, most:int|None=None) -> int:
+    "The largest batch that fits, over all stretches in which bytes rise with it; 0 if none does"
+    end = most
+    for start in reversed(_chunk_changes()):
+        if most is not None and start > most: continue
+        if (b := _largest(fits, start, end)) >= start: return b
+        end = start - 1
+    return 0
+
+def _sizes_that_fit(spec, batch:int, n_steps:int, fits:Callable, most:dict) -> dict:
     "The largest batch, length, width and depth, each with the others fixed"
-    tries = {'batch': lambda n: fits(spec, n, n_steps), 'steps': lambda n: fits(spec, batch, n)}
+    found = {'batch': _largest_batch(lambda n: fits(spec, n, n_steps), most.get('batch')),
+             'steps': _largest(lambda n: fits(spec, batch, n), 1, most.get('steps'))}
     for name in ('hidden', 'n_layers'):
         if not hasattr(spec, name): continue
-        tries[name] = lambda n, name=name: fits(replace(spec, **{name: n}), batch, n_steps)
-    return {name: _largest(t) for name, t in tries.items()}
+        def other(n, name=name):
+            alone = {'dropout': 0.} if name == 'n_layers' and n == 1 and hasattr(spec, 'dropout') else {}
+            return fits(replace(spec, **{name: n}, **alone), batch, n_steps)
+        found[name] = _largest(other, 1, most.get(name))
+    return found
 
 def _changes(spec, batch:int, n_steps:int, limit:int, **how) -> dict:
     "What fits if one thing is changed, by name"
     def fits(spec, batch, n_steps, **other):
         return _fitting(spec, batch, n_steps, limit, **how | other) is not None
-    found = {k: n for k, n in _sizes_that_fit(spec, batch, n_steps, fits).items() if n}
+    found = {k: n for k, n in _sizes_that_fit(spec, batch, n_steps, fits, {}).items() if n}
     for name, value in (('precision', 'bfloat16'), ('precision', 'pure bfloat16'), ('optimizer', 'sgd')):
         if name not in found and fits(spec, batch, n_steps, **{name: value}): found[name] = value
     return found
@@ -331,26 +362,37 @@ def max_batch(
     n_steps:int,         # time steps, T
     limit,               # bytes, text, or a card's name
     plan:Plan|None=None, # where time is cut; None: any plan
+    *, most:int|None=None, # rows that there are; None: as many as fit
     **how,               # as for `estimate`
-) -> int:                # b such that b fits and b + 1 does not; 0 if not even 1 does
+) -> int:                # no larger batch fits, or is there; 0 if none fits
     "The largest batch that fits"
     limit = _limit(limit)
-    if plan is None: return _largest(lambda b: _fitting(spec, b, n_steps, limit, **how) is not None)
-    return _largest(lambda b: estimate(spec, b, plan, **how).total <= limit)
+    _check_most({'batch': most})
+    if plan is not None: return _largest_batch(lambda b: estimate(spec, b, plan, **how).total <= limit, most)
+    return _largest_batch(lambda b: _fitting(spec, b, n_steps, limit, **how) is not None, most)
+
+def _check_most(most:dict) -> None:
+    "Raise unless these are largest sizes by name"
+    for name, n in most.items():
+        _one_of('a name in most', name, ('batch', 'steps', 'hidden', 'n_layers'))
+        if n is not None and (type(n) is not int or n < 1):
+            raise ValueError(f'most must be None or an integer of at least 1 ({name}), got {n!r}')
 
 def what_fits(
     spec,            # has `sizes` and `moments`
     limit,           # bytes, text, or a card's name
     batch:int=64,    # rows, where the batch is not what is asked for
     n_steps:int=512, # time steps, where the length is not
+    *, most:dict|None=None, # largest values to look at, by name: {'batch': 4096, 'steps': 100_000}
     **how,           # as for `estimate`
 ) -> dict:           # {family of plans: {'batch', 'steps', 'hidden', 'n_layers': the largest}}
     "The largest batch, length, width and depth, each with the others fixed, for every family of plans"
-    limit = _limit(limit)
+    limit, most = _limit(limit), most or {}
+    _check_most(most)
     def uncut(keep): return lambda s, b, t: estimate(s, b, Plan(t, t, keep), **how).total <= limit
     families = {'gates, uncut': uncut('gates'), 'hidden, uncut': uncut('hidden'),
                 'any cut': lambda s, b, t: _fitting(s, b, t, limit, **how) is not None}
-    return {family: _sizes_that_fit(spec, batch, n_steps, fits) for family, fits in families.items()}
+    return {f: _sizes_that_fit(spec, batch, n_steps, fits, most) for f, fits in families.items()}
 
 # %% ../nbs/08_budget.ipynb #fdea59c1
 def estimate_any(

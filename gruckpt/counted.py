@@ -287,7 +287,7 @@ def _one_step(o:_Counted, k:int) -> tuple:
     "A step of layer `k`, the input of the layer below at hand: (scratch, what is left of its own input)"
     at, (B, D, wide) = o.layer(k), (o.batch, o.spec.hidden, max(o.item, 4))
     step = (at.cell.reset == 'before')*at.row + at.normed*(at.row + wide*(B*(D + 1) + (o.item != wide)*D))
-    if not k: return max(8*B + o.embedded(1), o.embedded(1) + o.mixed*at.row + step), at.row
+    if not k: return max(o.embedded(1) + max(8*B, o.mixed*at.row), at.row + step), at.row
     below, own = _one_step(o, k - 1)[1], at.copied*at.row
     normed = at.x_normed*max(_norm_scratch(at, 1), at.row + B*o.item)
     dropped = at.dropped*(2 + at.x_normed)*at.row
