@@ -9,7 +9,8 @@ __all__ = ['RATES', 'GPUS', 'Ledger', 'estimate', 'Rates', 'seconds_of', 'Card',
 # %% ../nbs/08_budget.ipynb #12168935
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, reduce
+from functools import cache, cached_property, lru_cache, reduce
+from itertools import count
 from time import perf_counter
 
 import numpy as np
@@ -17,6 +18,7 @@ import pandas as pd
 import torch
 
 from .meter import Meter, human, nbytes, parse_bytes, shadow
+from .recurrent import _default_chunk
 from .segment import Plan, Stretch, Work
 
 # %% ../nbs/08_budget.ipynb #56a1a7e0
@@ -147,7 +149,7 @@ def _update(sizes:tuple, begins:dict, item_w:int, optimizer:str, first:bool, cli
     kept = begins | {'gradients': item_w * sum(sizes)}
     made = {'optimizer': _kept_by(sizes, item_w, optimizer)} if first else {}
     found = {'update: optimizer': kept | made | {'optimizer copies': item_w * how.copies(sizes)}}
-    if clip: found['update: norms'] = kept | {'norms': 2 * len(sizes) * max(item_w, 4)}
+    if clip: found['update: norms'] = kept | {'norms': max(2 * len(sizes), 3) * max(item_w, 4)}
     return found
 
 def _kept_by(sizes:tuple, item_w:int, optimizer:str) -> int:
@@ -164,34 +166,34 @@ def estimate(
     precision:str='float32',     # 'bfloat16', 'float16': autocast over float32; 'pure bfloat16'; 'float64'
     device:str='cpu',            # on 'cuda' the ledger has lines beside tensors
     first:bool=False,            # the first step, before the optimizer has a state; later ones need no less
-    clip:bool=True,              # is the norm of the gradients taken?
+    clip:bool=True,              # is the norm of the gradients taken? The trainer always does
+    carried:bool=True,           # does a state come in, as in a run? Else it is made inside the step
+    accumulate:int=1,            # micro-batches of `batch` rows whose gradients make one step
     world_size:int=1,            # processes; with several, DDP has buckets for the gradients
     bucket_view:bool=True,       # do the gradients lie in them (gradient_as_bucket_view), or are they copied?
     frozen:tuple=(),             # names of parts in `spec.parts` that are not trained
-    teacher_forcing:float=1.,    # below 1 some inputs are drawn, and lie on a tape of `spec.tape_bytes`
+    teacher_forcing:float=1.,    # below 1 some inputs are drawn, and lie on a tape
+    sampling=None,               # how they are drawn, a `Sampling`; None: step by step, the likeliest
 ) -> Ledger:
     "What a training step will hold, without running anything"
     _one_of('optimizer', optimizer, _OPTIMIZERS)
     _one_of('precision', precision, _PRECISIONS)
     _one_of('device', device, ('cpu', 'cuda'))
-    for name, n in ('batch', batch), ('world_size', world_size):
+    for name, n in ('batch', batch), ('world_size', world_size), ('accumulate', accumulate):
         if type(n) is int and n >= 1: continue
         raise ValueError(f'{name} must be an integer of at least 1, got {n!r}')
     item_w, item = _PRECISIONS[precision]
     sizes = _trained(spec, frozen)
-    found = spec.moments(batch, plan, item_w, item, frozen)
+    found = spec.moments(batch, plan, item_w, item, frozen, carried=carried, accumulate=accumulate,
+                         teacher_forcing=teacher_forcing, sampling=sampling)
     found |= _update(sizes, found.pop('update: begins'), item_w, optimizer, first, clip)
     always = {'weights': item_w * sum(spec.sizes)}
     if not first: always['optimizer'] = _kept_by(sizes, item_w, optimizer)
     if world_size > 1: always['gradient buckets'] = item_w * sum(sizes)
-    if teacher_forcing < 1: always['tape'] = spec.tape_bytes(batch, plan)
     instead = {'gradients': 0} if world_size > 1 and bucket_view else {}
-    moments = {m: always | _scaled(precision, m) | t | instead for m, t in found.items()}
+    scaled = {'scaled loss': max(item, 4)} if precision == 'float16' or accumulate > 1 else {}
+    moments = {m: always | (scaled if m.startswith('backward') else {}) | t | instead for m, t in found.items()}
     return Ledger(moments, _beside(spec, plan, device), _CONTEXT * (device == 'cuda'))
-
-def _scaled(precision:str, moment:str) -> dict:
-    "With a loss scale the way back starts from another number"
-    return {'scaled loss': 4} if precision == 'float16' and moment.startswith('backward') else {}
 
 def _trained(spec, frozen:tuple) -> tuple:
     "Numbers in each parameter that gets a gradient; ValueError for an unknown part"
@@ -366,7 +368,6 @@ class _Planner:
     def __init__(self, spec, batch:int, n_steps:int, rates:Rates|None=None, **how):
         self.spec, self.batch, self.n_steps, self.how = spec, batch, n_steps, how
         self.rates, self.c = rates or RATES[how.get('device', 'cpu')], spec.rhythm(batch)[0]
-        self.earlies, self.lates = _choices(spec.n_layers)
         self.caps = lru_cache(None)(lambda role, keep: _caps(spec, batch, n_steps, role, keep, **how))
         self.line = lru_cache(None)(self._line)
         one, two = (_beside_of(spec, k, **how) for k in (1, 2))
@@ -382,9 +383,12 @@ class _Planner:
         return _Line(step, chunk, one - step - chunk)
 
     @cached_property
+    def choices(self) -> tuple: return _choices(self.spec.n_layers)
+
+    @cached_property
     def uncut(self) -> list:
         "(seconds, bytes, plan) of the plans of one segment"
-        plans = [Plan(self.n_steps, self.n_steps, keep) for keep in self.lates]
+        plans = [Plan(self.n_steps, self.n_steps, keep) for keep in self.choices[1]]
         return sorted(((self.seconds(p), self.bytes(p), p) for p in plans), key=lambda o: o[:2])
 
     def bytes(self, plan:Plan) -> int: return int(estimate(self.spec, self.batch, plan, **self.how).total)
@@ -415,13 +419,14 @@ def _row(o:_Planner, early:tuple, room, n:int) -> np.ndarray:
     first = o.caps('first', early)(room, np.ones(min(n, 1), int))
     return np.concatenate([first, o.caps('middle', early)(room, np.arange(1, n))])
 
-def _bound(o:_Planner, early:tuple, late:tuple, limit:int, most:int) -> tuple:
+def _bound(o:_Planner, early:tuple, late:tuple, limit:int, most:int, timed:bool=True) -> tuple:
     "(counts of segments, longest last one, seconds that none of their plans beats) of what may fit `limit`"
     ks, row = np.arange(2, most + 1), _row(o, early, limit, most - 1)
     row = np.where(np.minimum.accumulate(row) > 0, row, 0)
     last = np.minimum(o.caps('last', late)(limit - o.each*(ks - 1), ks - 1), o.n_steps - ks + 1)
     fits = (last > 0) & (row > 0) & (np.cumsum(row) + last >= o.n_steps)
     ks, last = ks[fits], last[fits]
+    if not timed: return ks, last, None
     twice, once = o.line('middle', early), o.line('last', late)
     fewest = np.maximum(ks - 1, _ceil(o.n_steps - last, o.c))
     ends = [once(n, 1) + twice(o.n_steps - n, fewest, ks - 1) for n in (last, last*0 + 1)]
@@ -458,7 +463,7 @@ def _quick(o:_Planner, early:tuple, late:tuple, limit:int) -> float:
 def _cheapest(o:_Planner, limit:int) -> list:
     "The cheapest plans of several segments that fit, one or several of equal seconds"
     best, found, few = np.inf, [], min(o.n_steps, _ceil(o.n_steps, o.c) + 2)
-    pairs = [(_quick(o, early, late, limit), early, late) for early in o.earlies for late in o.lates]
+    pairs = [(_quick(o, early, late, limit), early, late) for early in o.choices[0] for late in o.choices[1]]
     for least, early, late in sorted(pairs, key=lambda p: p[0]):
         if least > best*_SAME or least == np.inf: break
         ks, last, bound = _bound(o, early, late, limit, few)
@@ -535,22 +540,21 @@ def _best(o:_Planner, limit:int) -> Plan|None:
     if whole is not None and (not cut or whole[0] <= cut[0].seconds*_SAME): return whole[2]
     return min((_smallest(o, one, limit - o.beside) for one in cut), key=o.bytes, default=None)
 
+def _fits(spec, batch:int, n_steps:int, limit:int, **how) -> bool:
+    "Is there a plan within `limit`? If any, then one that keeps states only, but perhaps the head's gradient"
+    o, states = _planner(spec, batch, n_steps, **how), ('hidden',) * spec.n_layers
+    lates = [(*states, head) for head in ('hidden', 'gates')]
+    if any(o.bytes(Plan(n_steps, n_steps, late)) <= limit for late in lates): return True
+    early, room = (*states, 'hidden'), limit - o.beside
+    return n_steps > 1 and any(len(_bound(o, early, late, room, n_steps, False)[0]) for late in lates)
+
 def _least(spec, batch:int, n_steps:int, **how) -> Plan:
     "The plan that needs the fewest bytes"
-    o = _planner(spec, batch, n_steps, **how)
-    high = min(u[1] for u in o.uncut)
-    low = 0
+    low, high = 0, int(estimate(spec, batch, Plan(n_steps, n_steps), **how).total)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(o, middle) else (middle, high)
-    return _best(o, high)
-
-def _fits(o:_Planner, limit:int) -> bool:
-    "Is there a plan within `limit`?"
-    if any(n <= limit for _, n, _ in o.uncut): return True
-    if o.n_steps == 1: return False
-    pairs = [(early, late) for early in o.earlies[:1] + o.earlies[-1:] for late in o.lates[:2]]
-    return any(len(_bound(o, early, late, limit - o.beside, o.n_steps)[0]) for early, late in pairs)
+        low, high = (low, middle) if _fits(spec, batch, n_steps, middle, **how) else (middle, high)
+    return _fitting(spec, batch, n_steps, high, **how)
 
 # %% ../nbs/08_budget.ipynb #f637075f
 class DoesNotFit(ValueError):
@@ -576,33 +580,62 @@ def _no_fit(o:DoesNotFit, batch:int, n_steps:int) -> str:
             f'{term} ({human(int(n))}), and more segments do not help; would fit: {would}')
 
 # %% ../nbs/08_budget.ipynb #df7fd9e9
-_MOST = 2**24    # where a search ends
+_MOST = 2**60    # no machine has so many bytes, and a search that gets there does not end
 
 def _largest(
-    fits:Callable,   # number → bool
-) -> int:            # n with fits(n) and not fits(n + 1); 0 if not even 1 fits
+    fits:Callable,      # number → bool; from some number on False, and True below it
+    low:int=1,          # smallest that is asked for
+    most:int|None=None, # largest; None: there is no such limit
+) -> int:               # n with fits(n) and not fits(n + 1), `most` if that fits, or low - 1
     "The largest number that fits, by doubling and halving"
-    if not fits(1): return 0
-    low, high = 1, 2
-    while high < _MOST and fits(high): low, high = high, 2*high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    if not fits(low): return low - 1
+    step, high = 1, most
+    while most is None or low + step < most:
+        if not fits(low + step):
+            high = low + step - 1
+            break
+        low, step = low + step, 2*step
+        if low > _MOST: raise ValueError('the bytes do not grow with what is asked for: give `most`')
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
-def _sizes_that_fit(spec, batch:int, n_steps:int, fits:Callable, names=None) -> dict:
+# %% ../nbs/08_budget.ipynb #3d20673d
+@cache
+def _chunk_changes() -> tuple:
+    "Batches from which on a layer takes another number of steps at a time"
+    found = [1]
+    while (n := _default_chunk(found[-1])) > 1:
+        found.append(next(b for b in count(found[-1] + 1) if _default_chunk(b) < n))
+    return tuple(found)
+
+def _largest_batch(fits:Callable, most:int|None=None) -> int:
+    "The largest batch that fits, over all stretches in which bytes rise with it; 0 if none does"
+    end = most
+    for start in reversed(_chunk_changes()):
+        if most is not None and start > most: continue
+        if (b := _largest(fits, start, end)) >= start: return b
+        end = start - 1
+    return 0
+
+def _sizes_that_fit(spec, batch:int, n_steps:int, fits:Callable, most:dict) -> dict:
     "The largest batch, length, width and depth, each with the others fixed"
-    tries = {'batch': lambda n: fits(spec, n, n_steps), 'steps': lambda n: fits(spec, batch, n)}
+    found = {'batch': _largest_batch(lambda n: fits(spec, n, n_steps), most.get('batch')),
+             'steps': _largest(lambda n: fits(spec, batch, n), 1, most.get('steps'))}
     for name in ('hidden', 'n_layers'):
         if not hasattr(spec, name): continue
-        tries[name] = lambda n, name=name: fits(replace(spec, **{name: n}), batch, n_steps)
-    return {name: _largest(t) for name, t in tries.items()}
+        def other(n, name=name):
+            alone = {'dropout': 0.} if name == 'n_layers' and n == 1 and hasattr(spec, 'dropout') else {}
+            return fits(replace(spec, **{name: n}, **alone), batch, n_steps)
+        found[name] = _largest(other, 1, most.get(name))
+    return found
 
 def _changes(spec, batch:int, n_steps:int, limit:int, **how) -> dict:
     "What fits if one thing is changed, by name"
     def fits(spec, batch, n_steps, **other):
-        return _fitting(spec, batch, n_steps, limit, **how | other) is not None
-    found = {k: n for k, n in _sizes_that_fit(spec, batch, n_steps, fits).items() if n}
+        return _fits(spec, batch, n_steps, limit, **how | other)
+    found = {k: n for k, n in _sizes_that_fit(spec, batch, n_steps, fits, {}).items() if n}
     for name, value in (('precision', 'bfloat16'), ('precision', 'pure bfloat16'), ('optimizer', 'sgd')):
         if name not in found and fits(spec, batch, n_steps, **{name: value}): found[name] = value
     return found
@@ -613,26 +646,37 @@ def max_batch(
     n_steps:int,         # time steps, T
     limit,               # bytes, text, or a card's name
     plan:Plan|None=None, # where time is cut; None: any plan
+    *, most:int|None=None, # rows that there are; None: as many as fit
     **how,               # as for `estimate`
-) -> int:                # b such that b fits and b + 1 does not; 0 if not even 1 does
+) -> int:                # no larger batch fits, or is there; 0 if none fits
     "The largest batch that fits"
     limit = _limit(limit)
-    if plan is None: return _largest(lambda b: _fitting(spec, b, n_steps, limit, **how) is not None)
-    return _largest(lambda b: estimate(spec, b, plan, **how).total <= limit)
+    _check_most({'batch': most})
+    if plan is not None: return _largest_batch(lambda b: estimate(spec, b, plan, **how).total <= limit, most)
+    return _largest_batch(lambda b: _fits(spec, b, n_steps, limit, **how), most)
+
+def _check_most(most:dict) -> None:
+    "Raise unless these are largest sizes by name"
+    for name, n in most.items():
+        _one_of('a name in most', name, ('batch', 'steps', 'hidden', 'n_layers'))
+        if n is not None and (type(n) is not int or n < 1):
+            raise ValueError(f'most must be None or an integer of at least 1 ({name}), got {n!r}')
 
 def what_fits(
     spec,            # has `sizes` and `moments`
     limit,           # bytes, text, or a card's name
     batch:int=64,    # rows, where the batch is not what is asked for
     n_steps:int=512, # time steps, where the length is not
+    *, most:dict|None=None, # largest values to look at, by name: {'batch': 4096, 'steps': 100_000}
     **how,           # as for `estimate`
 ) -> dict:           # {family of plans: {'batch', 'steps', 'hidden', 'n_layers': the largest}}
     "The largest batch, length, width and depth, each with the others fixed, for every family of plans"
-    limit = _limit(limit)
+    limit, most = _limit(limit), most or {}
+    _check_most(most)
     def uncut(keep): return lambda s, b, t: estimate(s, b, Plan(t, t, keep), **how).total <= limit
     families = {'gates, uncut': uncut('gates'), 'hidden, uncut': uncut('hidden'),
-                'any cut': lambda s, b, t: _fitting(s, b, t, limit, **how) is not None}
-    return {family: _sizes_that_fit(spec, batch, n_steps, fits) for family, fits in families.items()}
+                'any cut': lambda s, b, t: _fits(s, b, t, limit, **how)}
+    return {f: _sizes_that_fit(spec, batch, n_steps, fits, most) for f, fits in families.items()}
 
 # %% ../nbs/08_budget.ipynb #fdea59c1
 def estimate_any(

@@ -14,7 +14,9 @@ import numpy as np
 from .cells import GRUCell, NormedGRUCell
 from .head import HeadBytes, _n_rows
 from .recurrent import LayerBytes, _default_chunk, _norm_back_scratch, _norm_scratch
-from .segment import Stretch, Work, keep_each
+from .sampling import _STRETCH, Sampling
+from .segment import Plan, Stretch, Work, keep_each
+from .text import _narrowest
 
 # %% ../nbs/11_counted.ipynb #46f4df39
 def parts_of(
@@ -243,6 +245,7 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     waiting = base | {'gates of a chunk': hidden * top.gates(top.chunk(n))}
     found = _head_moments(o, n, waiting, total, copies, name)
     found |= _norm_moment(o, n, waiting, total, copies, name)
+    found |= _recorded_again(o, n, waiting | {'gradient sums': total, 'weight copies': copies}, name)
     for k in {L - 1, min(1, L - 1), 0} if o.alike else range(L):
         at_states = o.mixed*o.final + (L - 1 - k)*o.state//L*wanted
         found |= _layer_moments(o, n, k, base, total, copies, at_states, name)
@@ -254,16 +257,16 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     return found
 
 # %% ../nbs/11_counted.ipynb #c0de1102
-def _of_stretch(o:_Counted, role:str, n, i) -> dict:
-    "The moments of segments n steps long, i cuts after the first"
-    again = 'a segment run again'
-    if role == 'first': return _forward_moments(o, n, 0, 'first segment') | _again_moments(o, n, 0, again)
-    if role == 'middle': return _passing_moments(o, n, i) | _again_moments(o, n, i, again)
+def _of_stretch(o:_Counted, role:str, n, i) -> list:
+    "(steps of the segment that is recorded or 0, its moments) of segments n steps long, i cuts after the first"
+    again = n, _again_moments(o, n, i * (role != 'first'), 'a segment run again')
+    if role == 'first': return [(n, _forward_moments(o, n, 0, 'first segment')), again]
+    if role == 'middle': return [(0, _passing_moments(o, n, i)), again]
     last = 'last segment'
-    return (_forward_moments(o, n, i, last) | {'forward: mean of all': _mean(o, n, i)}
-            | _last_moments(o, n, i, last))
+    return [(n, _forward_moments(o, n, i, last) | {'forward: mean of all': _mean(o, n, i)}),
+            (n, _last_moments(o, n, i, last))]
 
-def _stairs(lens:tuple) -> tuple:
+def _stairs(lens:list) -> tuple:
     "(lengths, numbers) of the segments that are longer than all that follow, the first segment aside"
     found, longest = [], 0
     for i in range(len(lens) - 1, 0, -1):
@@ -279,17 +282,127 @@ def _fullest(moments:dict) -> dict:
         return {name: int(np.broadcast_to(n, sums.shape)[at]) for name, n in terms.items()}
     return {moment: pick(terms) for moment, terms in moments.items()}
 
-def _of_cut(o:_Counted) -> dict:
-    "The moments of a plan of several segments"
-    *earlier, last = o.plan.lens
-    found = _of_stretch(o, 'first', earlier[0], 0)
-    if len(earlier) > 1: more = _fullest(_of_stretch(o, 'middle', *_stairs(tuple(earlier))))
-    else: more = {}
-    for moment, terms in more.items():
-        found[moment] = max(found.get(moment, terms), terms, key=lambda o: sum(o.values()))
-    return found | _of_stretch(replace(o, keep=o.plan.keep_last), 'last', last, len(earlier))
-
 # %% ../nbs/11_counted.ipynb #d58c5d03
+def _recorded_again(o:_Counted, n, base:dict, name:str) -> dict:
+    "The second forward pass of a segment; where the head keeps its gradient the loss is computed once more"
+    L, top = o.spec.n_layers, o.layer(o.spec.n_layers - 1)
+    kept = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
+    found = {f'backward: top layer again, {name}': kept | {
+        'final states': o.state + (L - 1)*o.above.row, 'gates of a chunk': 0, 'scratch': top.forward(n)}}
+    if o.keeps[-1] == 'gates': found[f'backward: loss again, {name}'] = kept | {
+        'normed output': o.normed(n), 'targets': o.targets(n), 'losses': 4*o.wide,
+        'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch)}
+    if o.gain: found[f'backward: norm again, {name}'] = kept | {
+        'normed output': o.normed(n), 'final states': o.state + o.final, 'scratch': _norm_scratch(o.above, n)}
+    return found
+
+# %% ../nbs/11_counted.ipynb #87e4627f
+def _around(o:_Counted, moment:str, terms:dict, carried:bool, accumulate:int, drawn) -> dict:
+    "What the step holds at a moment of its last micro-batch, beside weights and optimizer"
+    phase, later = moment.split(':')[0], accumulate > 1
+    own = o.state * (phase == 'forward' or phase == 'backward' and o.cut)
+    always = {'tokens': 2*8*o.batch*o.plan.n_steps * accumulate,
+              'state': carried*o.state + (later or not carried)*own}
+    if drawn is not None:
+        new = moment != 'forward: inputs drawn'
+        always['guess'] = 8*o.batch * (carried + later*(phase == 'forward') + new)
+    if not later or phase == 'update': return always | terms
+    waits = o.spec.tied and o.trains('embedding') and not o.cut and 'gradients' in terms      # for the other's
+    return always | terms | {
+        'gradients': o.item_w * sum(sum(sizes) for part, sizes in parts_of(o.spec).items() if o.trains(part)),
+        'gradients to be added': terms.get('gradients to be added', 0)
+                                 + waits * o.spec.vocab_size*o.spec.hidden*o.item_w,
+        'losses': terms.get('losses', 0) + (1 + (phase == 'forward'))*o.wide}
+
+# %% ../nbs/11_counted.ipynb #116e6a64
+def _chosen(o:_Counted, n_rows:int, drawn:Sampling) -> int:
+    "Scratch of `choose` for `n_rows` rows of logits: the likeliest, or double precision and three tensors of it"
+    V = o.spec.vocab_size
+    if not drawn.temperature: return 8*n_rows
+    return (o.item != 8)*8*n_rows*V + max(16*n_rows*V, 8*n_rows*V + 8*n_rows + n_rows*V)
+
+def _one_step(o:_Counted, k:int) -> tuple:
+    "A step of layer `k`, the input of the layer below at hand: (scratch, what is left of its own input)"
+    at, (B, D, wide) = o.layer(k), (o.batch, o.spec.hidden, max(o.item, 4))
+    step = (at.cell.reset == 'before')*at.row + at.normed*(at.row + wide*(B*(D + 1) + (o.item != wide)*D))
+    if not k: return max(o.embedded(1) + max(8*B, o.mixed*at.row), at.row + step), at.row
+    below, own = _one_step(o, k - 1)[1], at.copied*at.row
+    normed = at.x_normed*max(_norm_scratch(at, 1), at.row + B*o.item)
+    dropped = at.dropped*(2 + at.x_normed)*at.row
+    return max(below + max(normed, dropped, own), own + step), own
+
+def _step_by_step(o:_Counted, drawn:Sampling) -> int:
+    "Bytes of `roll_out` beside its coins: a predictor, the tape, and the fullest of a step's stages"
+    L, (B, D, T), top = o.spec.n_layers, (o.batch, o.spec.hidden, o.plan.n_steps), o.layer(o.spec.n_layers - 1)
+    held = (_copies(o) + o.head.casts() + 3*L*D*o.item + B*top.cell.n_slots*D*o.item + o.final
+            + T*B*_narrowest(o.spec.vocab_size).itemsize)
+    logits, guess = B*o.spec.vocab_size*o.item, (T > 1)*8*B
+    left = _one_step(o, L - 1)[1]
+    normed = bool(o.gain)*max(_norm_scratch(top, 1), top.row + B*o.item)
+    predicted = left + max(normed, bool(o.gain)*top.row + logits)
+    stages = max(*(_one_step(o, k)[0] for k in range(L)), predicted)
+    return held + guess + max((T > 1)*logits + stages, logits + _chosen(o, B, drawn))
+
+# %% ../nbs/11_counted.ipynb #f1dc2a09
+def _stretch(o:_Counted, n:int) -> tuple:
+    "A stretch of n steps without a graph: scratch of its layers, of its head, what stays for `choose`"
+    o = replace(o, plan=Plan(n, n))
+    L, top, logits = o.spec.n_layers, o.layer(o.spec.n_layers - 1), n*o.batch*o.spec.vocab_size*o.item
+    ran = o.embedded(n) + top.states(n)
+    out = o.normed(n) or top.states(n)
+    layers = max(8*n*o.batch + o.embedded(n),
+                 ran + (L > 1)*top.states(n) + (L - 1)*top.row + max(top.casts() + top.forward(n), top.row),
+                 ran + bool(o.gain)*(o.final + o.normed(n) + _gain_copy(o) + _norm_scratch(top, n)),
+                 ran + o.normed(n) + 2*o.final, out + o.state + o.mixed*o.final)
+    return layers, out + o.state + o.head.casts() + logits, o.state + logits
+
+def _in_stretches(o:_Counted, drawn:Sampling, guess:bool) -> int:
+    "Bytes of `mix` beside its coins, at the fullest moment of its last pass"
+    B, T, again, head = o.batch, o.plan.n_steps, drawn.n_passes > 1, o.head
+    narrow = B * _narrowest(o.spec.vocab_size).itemsize                # a step of the tape
+    cached, found = o.mixed*o.item*o.spec.vocab_size*(head.weight*o.spec.hidden + head.bias), []
+    for a in {0, max(T//_STRETCH - 1, 0)*_STRETCH, (T - 1)//_STRETCH*_STRETCH}:
+        n = min(_STRETCH, T - a)
+        before = (a > 0)*(o.state + _STRETCH*B*o.spec.vocab_size*o.item) + a*narrow
+        layers, logits, stays = _stretch(o, n)
+        stays += a*narrow + cached
+        found += [before + (a > 0 or again)*cached + layers, before + logits,
+                  stays + _chosen(o, n*B, drawn), stays + n*(8*B + narrow)]
+    joined = max(again*T*narrow + 2*T*narrow + o.state + ((T - 1) % _STRETCH + 1)*B*o.spec.vocab_size*o.item, 3*T*narrow) + cached
+    return guess*narrow + 2*T*narrow + max(again*T*narrow + max(found), joined)
+
+# %% ../nbs/11_counted.ipynb #2639e871
+def _drawing(o:_Counted, drawn:Sampling, guess:bool) -> dict:
+    "The moment in which inputs are drawn; `guess`: is one handed over from the window before?"
+    made = _in_stretches(o, drawn, guess) if drawn.two_pass else _step_by_step(o, drawn)
+    return {'forward: inputs drawn': {'coins': 9*o.batch*o.plan.n_steps, 'drawing': made}}
+
+def _taped(o:_Counted, n, moments:dict) -> dict:
+    "Moments of a recorded segment of n steps, and what a tape adds to each"
+    tape = o.batch * o.plan.n_steps * _narrowest(o.spec.vocab_size).itemsize
+    def more(m):
+        phase, through = m.split(':')[0], 'sums' in m or 'the tied meet' in m or 'all rounded' in m
+        return {'tape': tape*(phase == 'forward' or phase == 'backward' and o.cut),
+                'ids of own inputs': 8*n*o.batch*o.trains('embedding')*(not through)}
+    return {m: terms | more(m) for m, terms in moments.items()}
+
+# %% ../nbs/11_counted.ipynb #457d1f26
+def _groups(o:_Counted) -> list:
+    "(steps of the segment that is recorded or 0, its moments)"
+    if isinstance(o.plan, Stretch): found = _of_stretch(o, o.plan.role, o.plan.lens, o.plan.before)
+    elif not o.cut:
+        T, name = o.plan.n_steps, 'the only segment'
+        return [(T, _forward_moments(o, T, 0, name) | _last_moments(o, T, 0, name))]
+    else:
+        *earlier, last = o.plan.lens
+        found = _of_stretch(o, 'first', earlier[0], 0)
+        if len(earlier) > 1: found += _of_stretch(o, 'middle', *_stairs(earlier))
+        found += _of_stretch(replace(o, keep=o.plan.keep_last), 'last', last, len(earlier))
+    if o.item_w >= 4: return found
+    return found + [(0, {'backward: all rounded': {
+        'gradient sums': _sums(o), 'rounded': _sums(o)*o.item_w//4, 'losses': 3*o.wide, 'final states': o.state}})]
+
+# %% ../nbs/11_counted.ipynb #d9381a40
 def moments_of(
     spec,              # the model's form
     batch:int,         # rows, B
@@ -297,22 +410,24 @@ def moments_of(
     item_w:int,        # bytes of a number in the weights
     item:int,          # in the arithmetic of the layers
     frozen:tuple=(),   # parts that get no gradient, names of `spec.parts`
+    *, carried:bool=True,   # does a state come in, and stay to the end of the step?
+    accumulate:int=1,       # micro-batches whose gradients add up
+    teacher_forcing:float=1.,     # below 1 some inputs are drawn
+    sampling:Sampling|None=None,  # how they are; None is `Sampling()`
 ) -> dict:             # {'phase: what happens': {term: bytes}}
     "What a step's two passes hold beside weights and optimizer; the peak is the fullest moment's"
     if {'embedding', 'layer 0'} <= set(frozen):
         raise ValueError('a model with embedding and layer 0 frozen is not counted; use estimate_any')
     o = _Counted(spec, batch, plan, item_w, item, tuple(frozen))
-    always = {'tokens': 2*8*batch*plan.n_steps, 'state': o.state}
-    if isinstance(plan, Stretch): found = _of_stretch(o, plan.role, plan.lens, plan.before)
-    elif o.cut: found = _of_cut(o)
-    else:
-        T, name = plan.n_steps, 'the only segment'
-        found = _forward_moments(o, T, 0, name) | _last_moments(o, T, 0, name)
-    if o.cut and item_w < 4:
-        found['backward: all rounded'] = {'gradient sums': _sums(o), 'rounded': _sums(o)*item_w//4,
-                                          'losses': 3*o.wide, 'final states': o.state}
+    drawn, found = None if teacher_forcing == 1 else sampling or Sampling(), {}
+    for n, moments in _groups(o):
+        if drawn is not None: moments = _taped(o, n, moments)
+        if not isinstance(plan, Stretch): moments = _fullest(moments)
+        for moment, terms in moments.items():       # a segment run again may be the first one or another
+            found[moment] = max(found.get(moment, terms), terms, key=lambda o: np.max(sum(o.values())))
+    if drawn is not None: found |= _drawing(o, drawn, carried or accumulate > 1)
     found['update: begins'] = {'final states': o.state, 'losses': max(item_w, 4)}
-    return {moment: always | terms for moment, terms in found.items()}
+    return {moment: _around(o, moment, terms, carried, accumulate, drawn) for moment, terms in found.items()}
 
 # %% ../nbs/11_counted.ipynb #c0de1202
 _OPS = {'after': {'project': (3, 2), 'advance': (5, 14), 'rebuild': (4, 10), 'factors': (12, 34),

@@ -62,7 +62,7 @@ class GRUSpec:
     def parts(self) -> dict: "Numbers in each parameter, in order, part by part"; return parts_of(self)
     @property
     def sizes(self) -> tuple: "Numbers in each parameter, in order"; return sum(parts_of(self).values(), ())
-    def moments(self, *args) -> dict: "Bytes of a step, see `moments_of`"; return moments_of(self, *args)
+    def moments(self, *args, **kw) -> dict: "Bytes of a step, see `moments_of`"; return moments_of(self, *args, **kw)
     def work(self, *args) -> Work: "Done in a step, see `work_of`"; return work_of(self, *args)
     def rhythm(self, batch) -> tuple: "Of bytes by length, see `rhythm`"; return rhythm(self, batch)
     def tape_bytes(self, *args) -> int: "Of drawn inputs, see `_tape_bytes`"; return _tape_bytes(self, *args)
