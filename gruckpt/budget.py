@@ -6,16 +6,20 @@
 __all__ = ['GPUS', 'Ledger', 'estimate', 'Card', 'fit', 'DoesNotFit', 'max_batch', 'what_fits', 'estimate_any']
 
 # %% ../nbs/08_budget.ipynb #12168935
+import copy
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import count
 from math import isqrt
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from .meter import Meter, human, nbytes, parse_bytes, shadow
+from .meter import Meter, NotFollowed, _hook, _hooks_of, _without_onednn, human, nbytes, parse_bytes, shadow
 from .recurrent import _default_chunk
 from .segment import Plan
 
@@ -32,10 +36,13 @@ class Ledger:
         Bytes that a device needs beside tensors, by name.
     context : int
         Bytes that a process takes from a device before it has a tensor.
+    note : str
+        How the bytes were found, where that is not as usual.
     """
     moments:dict
     beside:dict = field(default_factory=dict)
     context:int = 0
+    note:str = ''
 
     @property
     def sums(self) -> dict: "Of each moment"; return {m: sum(t.values()) for m, t in self.moments.items()}
@@ -87,12 +94,13 @@ def _text(ledger:Ledger) -> str:
     "A table for a terminal"
     rows = _rows(ledger)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return '\n'.join(_padded(row, widths).rstrip() for row in rows)
+    return '\n'.join([*(_padded(row, widths).rstrip() for row in rows), *([ledger.note] if ledger.note else [])])
 
 def _markdown(ledger:Ledger) -> str:
     "A table for a notebook"
     header, *rows = (f'| {" | ".join(row)} |' for row in _rows(ledger))
-    return '\n'.join([header, '|---|' + '---:|' * len(_fullest(ledger)), *rows])
+    note = ['', ledger.note] if ledger.note else []
+    return '\n'.join([header, '|---|' + '---:|' * len(_fullest(ledger)), *rows, *note])
 
 # %% ../nbs/08_budget.ipynb #700b0673
 def _bars(ledger:Ledger, ax):
@@ -399,20 +407,73 @@ def estimate_any(
     model,               # any `nn.Module`, on cpu or meta
     batch,               # what `loss` takes
     loss:Callable,       # `loss(model, batch) -> number`
-    optimizer:Callable=torch.optim.AdamW,   # `optimizer(parameters) -> torch.optim.Optimizer`
-) -> Ledger:
-    "What a later training step of any model will hold, from its shadow"
+    optimizer=torch.optim.AdamW,     # `optimizer(parameters) -> torch.optim.Optimizer`, or a name as for `estimate`
+    *, precision:str|None=None,      # as for `estimate`; None: as model and loss are
+) -> Ledger:             # its `note` says how it was found, if not from a shadow
+    "What a later training step of any model will hold, from its shadow, else from a run"
+    make = _maker(optimizer)
+    arithmetic = _arithmetic(model, precision)
     held = {'weights and buffers': nbytes(model), 'batch': nbytes(batch)}
-    dark = shadow(_two_steps, model, batch, loss, optimizer)
+    args, note = (model, batch, loss, make, arithmetic), ''
+    try: found = shadow(_two_steps, *args)
+    except NotFollowed as e: found, note = _run_for_real(*args, e), f'run for real, since {e}'
     beyond = 'gradients, optimizer, activations'
-    return Ledger({f'{phase}: fullest': held | {beyond: n} for phase, n in dark.phases.items()})
+    return Ledger({f'{phase}: fullest': held | {beyond: n} for phase, n in found.phases.items()}, note=note)
 
-def _two_steps(model, batch, loss, optimizer):
+_MAKERS = {'sgd': partial(torch.optim.SGD, lr=1e-3), 'momentum': partial(torch.optim.SGD, lr=1e-3, momentum=.9),
+           'adamw': partial(torch.optim.AdamW, fused=True), 'amsgrad': partial(torch.optim.AdamW, fused=True, amsgrad=True),
+           'adamw foreach': partial(torch.optim.AdamW, foreach=True),
+           'adamw loop': partial(torch.optim.AdamW, foreach=False)}
+
+def _maker(optimizer) -> Callable:
+    "What makes an optimizer from parameters"
+    if callable(optimizer): return optimizer
+    _one_of('optimizer', optimizer, _MAKERS)
+    return _MAKERS[optimizer]
+
+def _two_steps(model, batch, loss, make, arithmetic):
     "Two training steps; the second, when the optimizer has its state, in named phases"
-    opt = optimizer([p for p in model.parameters() if p.requires_grad])
-    loss(model, batch).backward()
-    opt.step()
-    opt.zero_grad()
-    with Meter.phase('forward'): n = loss(model, batch)
-    with Meter.phase('backward'): n.backward()
-    with Meter.phase('update'): opt.step()
+    narrow, scale = arithmetic
+    opt = make([p for p in model.parameters() if p.requires_grad])
+    for phase in (nullcontext, Meter.phase):
+        opt.zero_grad()
+        with phase('forward'), torch.autocast('cpu', narrow or torch.bfloat16, enabled=narrow is not None):
+            n = loss(model, batch)
+        with phase('backward'): (n if scale is None else n * scale).backward()
+        with phase('update'): opt.step()
+        del n
+
+# %% ../nbs/08_budget.ipynb #d647849a
+def _arithmetic(model, precision:str|None) -> tuple:
+    "(type that autocast chooses, scale of the loss), None for none; ValueError for other weights"
+    if precision is None: return None, None
+    _one_of('precision', precision, _PRECISIONS)
+    weights = {'float64': torch.float64, 'pure bfloat16': torch.bfloat16}.get(precision, torch.float32)
+    if other := {p.dtype for p in model.parameters() if p.requires_grad} - {weights}:
+        raise ValueError(f'precision {precision!r} trains weights in {weights}, got '
+                         f'{", ".join(sorted(map(str, other)))}; hand over model.to({weights})')
+    narrow = {'bfloat16': torch.bfloat16, 'float16': torch.float16}.get(precision)
+    return narrow, 128. if precision == 'float16' else None
+
+def _free() -> int:
+    "Bytes of memory that this process can still have, as the system says"
+    path = Path('/proc/meminfo')
+    if not path.exists(): return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // 2
+    rows = dict(line.split(':') for line in path.read_text().splitlines())
+    free, group = int(rows['MemAvailable'].split()[0]) * 1024, Path('/sys/fs/cgroup')
+    if not (group/'memory.max').exists() or (most := (group/'memory.max').read_text().strip()) == 'max': return free
+    return min(free, int(most) - int((group/'memory.current').read_text()))
+
+def _run_for_real(model, batch, loss, make, arithmetic, why:NotFollowed) -> Meter:
+    "The same two steps on copies, under a meter that stops short of the memory that is free"
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(t.device.type != 'cpu' for t in tensors):
+        raise NotFollowed(f'{why}; on a model with weights on cpu it could be run for real') from why
+    room = 9 * _free() // 10 - nbytes((model, batch))
+    if room < 0: raise NotFollowed(f'{why}; and there is no memory for a real run') from why
+    with torch.random.fork_rng(devices=[]), _without_onednn():
+        model, batch = copy.deepcopy((model, batch))
+        for new, old in zip([*model.parameters(), *model.buffers()], tensors, strict=True):
+            _hook(new, _hooks_of(old))
+        with Meter(limit=room) as meter: _two_steps(model, batch, loss, make, arithmetic)
+    return meter

@@ -6,7 +6,7 @@
 __all__ = ['nbytes', 'human', 'parse_bytes', 'Meter', 'NotFollowed', 'shadow', 'Timing', 'timed', 'GPUState', 'gpu_state']
 
 # %% ../nbs/01_meter.ipynb #beaca08a
-import contextlib, functools, io, pickle, re, statistics, time, types, warnings, weakref
+import contextlib, copyreg, functools, io, pickle, re, statistics, time, types, warnings, weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -105,7 +105,7 @@ class _Seen(weakref.ref):
 # %% ../nbs/01_meter.ipynb #8613ad2f
 class _Account:
     "Live bytes of the storages noted, and the most since `reset`"
-    def __init__(self): self.live, self.high, self._seen = 0, 0, {}
+    def __init__(self, limit:int|None=None): self.live, self.high, self._seen, self.limit = 0, 0, {}, limit
 
     def note(self, storage, base:int) -> _Seen:
         "The record of `storage`; at first sight `base` of its bytes are not ours"
@@ -121,6 +121,8 @@ class _Account:
         before, old, seen.size = seen.counted, seen.size, size
         self.live += seen.counted - before
         self.high = max(self.high, self.live + (old if size > old else 0))
+        if self.limit is not None and self.high > self.limit:
+            raise MemoryError(f'the region holds {human(self.high)}, more than its limit of {human(self.limit)}')
 
     def _freed(self, seen):
         if self._seen.get(seen.key) is seen: del self._seen[seen.key]  # else closed, or the address is taken
@@ -150,10 +152,11 @@ def _flat(values) -> list[torch.Tensor]:
 class _Counter(_Account, TorchDispatchMode):
     "Counts the storages of a CPU while it is the active mode"
     def __init__(self,
-        held=(),  # what counts from the start
+        held=(),             # what counts from the start
+        limit:int|None=None, # bytes above which an operation raises MemoryError
     ):
         TorchDispatchMode.__init__(self)
-        _Account.__init__(self)
+        _Account.__init__(self, limit)
         for s in self.storages(_tensors(held)): self.grow(self.note(s, 0), s.nbytes())
 
     def storages(self, tensors) -> list:
@@ -235,9 +238,10 @@ class Meter(_Levels):
     def __init__(self,
         *held,                         # what counts from the start, as for `nbytes`; on CUDA all does anyway
         device:str|torch.device='cpu', # whose bytes: 'cpu', 'cuda', 'cuda:1', ...
+        limit:int|None=None,           # bytes; on a CPU the operation that passes them raises MemoryError
     ):
         super().__init__()
-        self._held, self.device = held, torch.device(device)
+        self._held, self.device, self._limit = held, torch.device(device), limit
         if self.device.type not in ('cpu', 'cuda'):
             raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
         if self.device.type == 'cuda' and not torch.cuda.is_available():
@@ -245,7 +249,7 @@ class Meter(_Levels):
 
     def __enter__(self):
         if self.start is not None: raise ValueError('a Meter measures one region; this one did: make another')
-        source = _Counter(self._held) if self.device.type == 'cpu' else _Allocator(self.device)
+        source = _Counter(self._held, self._limit) if self.device.type == 'cpu' else _Allocator(self.device)
         _mark()
         source.reset()
         source.__enter__()
@@ -319,6 +323,10 @@ class _Dump(pickle.Pickler):
         if not isinstance(o, (torch.Tensor, torch.Generator, *_SHARED)): return None
         self.kept[id(o)] = o
         return id(o)
+
+    def reducer_override(self, o):
+        if not isinstance(o, torch.nn.Module) or not hasattr(o, 'parametrizations'): return NotImplemented
+        return copyreg.__newobj__, (type(o),), o.__dict__          # such a module refuses to be pickled
 
 class _Load(pickle.Unpickler):
     "Reads it back with twins in the place of the tensors"

@@ -127,18 +127,18 @@ def _planned(
     "Where time is cut"
     from gruckpt.budget import _limit, estimate, fit
     from gruckpt.segment import Plan
-    how = dict(precision=_PRECISIONS[o.precision], device=o.device.type, world_size=size)
-    def tape(plan): return 0 if _all_truth(o) else spec.tape_bytes(o.batch, plan)
-    def foretold(plan): return int(estimate(spec, o.batch, plan, **how).total) + tape(plan)
-    most = tape(Plan.split(o.steps, 1))                              # with more segments it is smaller
+    from gruckpt.sampling import Sampling
+    how = dict(precision=_PRECISIONS[o.precision], device=o.device.type, world_size=size, accumulate=o.accumulate)
+    if not _all_truth(o): how |= dict(teacher_forcing=0., sampling=Sampling(o.sampling_temperature, o.two_pass))
+    def foretold(plan): return int(estimate(spec, o.batch, plan, **how).total)
     def within(limit): return fit(spec, o.batch, o.steps, max(1, limit), **how)
     def smaller(plan):
-        plan = within(9 * foretold(plan) // 10 - most)
+        plan = within(9 * foretold(plan) // 10)
         return plan, foretold(plan)
     if o.memory_limit is None:
         plan = Plan.split(o.steps, o.segments)
         return plan, foretold(plan), None
-    plan = within(_limit(o.memory_limit) - most)
+    plan = within(_limit(o.memory_limit))
     return plan, foretold(plan), smaller if size == 1 else None
 
 # %% ../nbs/32_train_lm.ipynb #8b47c64c
