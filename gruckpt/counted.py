@@ -222,6 +222,20 @@ def _embedding_moments(o:_Counted, n, base:dict, wanted, copies, above, name:str
         found[f'backward: the tied meet, {name}'] = end | {'gradients to be added': 2*emb*o.item_w}
     return found
 
+# %% ../nbs/11_counted.ipynb #d58c5d03
+def _recorded_again(o:_Counted, n, base:dict, name:str) -> dict:
+    "The second forward pass of a segment; with `keep='gates'` the loss is computed once more"
+    L, top = o.spec.n_layers, o.layer(o.spec.n_layers - 1)
+    kept = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
+    found = {f'backward: top layer again, {name}': kept | {
+        'final states': o.state + (L - 1)*o.above.row, 'scratch': top.forward(n)}}
+    if o.plan.keep == 'gates': found[f'backward: loss again, {name}'] = kept | {
+        'normed output': o.normed(n), 'targets': o.targets(n), 'losses': 4*o.wide,
+        'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch)}
+    if o.gain: found[f'backward: norm again, {name}'] = kept | {
+        'normed output': o.normed(n), 'final states': o.state + o.final, 'scratch': _norm_scratch(o.above, n)}
+    return found
+
 # %% ../nbs/11_counted.ipynb #12367033
 def _again_moments(o:_Counted, n, i, name:str) -> dict:
     "A segment of n steps on its way back, i cuts after the first, recorded a second time"
@@ -242,20 +256,6 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
         'gradients to be added': emb, 'weight copies': copies, 'gradient sums': total,
         'gradients at states': o.state + wanted*o.state,
         'gradients at outputs': o.trains('embedding') * o.embedded(n)}
-    return found
-
-# %% ../nbs/11_counted.ipynb #d58c5d03
-def _recorded_again(o:_Counted, n, base:dict, name:str) -> dict:
-    "The second forward pass of a segment; with `keep='gates'` the loss is computed once more"
-    L, top = o.spec.n_layers, o.layer(o.spec.n_layers - 1)
-    kept = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
-    found = {f'backward: top layer again, {name}': kept | {
-        'final states': o.state + (L - 1)*o.above.row, 'scratch': top.forward(n)}}
-    if o.plan.keep == 'gates': found[f'backward: loss again, {name}'] = kept | {
-        'normed output': o.normed(n), 'targets': o.targets(n), 'losses': 4*o.wide,
-        'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch)}
-    if o.gain: found[f'backward: norm again, {name}'] = kept | {
-        'normed output': o.normed(n), 'final states': o.state + o.final, 'scratch': _norm_scratch(o.above, n)}
     return found
 
 # %% ../nbs/11_counted.ipynb #87e4627f
