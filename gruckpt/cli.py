@@ -162,8 +162,18 @@ def _as_text(ledger, plan, total:int, limit, why:str) -> str:
     "The verdict for people"
     from gruckpt.meter import human
     verdict = why or (human(total) if limit is None else f'fits: {human(total)} of {human(limit)}')
-    return (f'{ledger}\nplan    {plan.n_steps} steps in {plan.n_segments} segment(s) of {plan.seg_len}, '
-            f'keep {plan.keep}\nverdict {verdict}')
+    return f'{ledger}\nplan    {plan.words}\nverdict {verdict}'
+
+def _table(o:SimpleNamespace) -> str:
+    "The fastest plans by bytes, and with a limit what is the largest that fits"
+    from gruckpt.budget import frontier, what_fits
+    from gruckpt.meter import human
+    spec, _, limit, how = _question(o)
+    rows = frontier(spec, o.batch, o.steps, n=12, **how)
+    rows = rows.assign(bytes=rows.bytes.map(human), plan=[p.words for p in rows.plan]).round(3)
+    found = [rows.drop(columns='seconds').to_string(index=False)]
+    if limit is not None: found.append(what_fits(spec, limit, o.batch, o.steps, **how).round(2).to_string())
+    return '\n\n'.join(found)
 
 @app.command('budget')
 def _budget_command(ctx:typer.Context,
@@ -181,10 +191,12 @@ def _budget_command(ctx:typer.Context,
     gpu:Annotated[str|None, Option(help='a card by name, such as "RTX 3080"')] = None,
     limit:Annotated[str|None, Option(help='bytes instead of a card, such as 8GiB')] = None,
     as_json:Annotated[bool, Option('--json', help='for programs')] = False,
+    table:Annotated[bool, Option('--table', help='also bytes against time, and the largest sizes that fit')] = False,
 ):
     "Will a training step fit, and if not, what would make it fit? Nothing is run."
     with refusing(): answer = _verdict(SimpleNamespace(**ctx.params))
     print((_as_json if as_json else _as_text)(*answer))
+    if table and not as_json: print(f'\n{_table(SimpleNamespace(**ctx.params))}')
     if answer[-1]: raise typer.Exit(1)
 
 # %% ../nbs/34_cli.ipynb #66069ad4

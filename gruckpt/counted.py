@@ -234,6 +234,20 @@ def _embedding_moments(o:_Counted, n, base:dict, wanted, copies, above, name:str
         found[f'backward: the tied meet, {name}'] = end | {'gradients to be added': 2*emb*o.item_w}
     return found
 
+# %% ../nbs/11_counted.ipynb #d58c5d03
+def _recorded_again(o:_Counted, n, base:dict, name:str) -> dict:
+    "The second forward pass of a segment; where the head keeps its gradient the loss is computed once more"
+    L, top = o.spec.n_layers, o.layer(o.spec.n_layers - 1)
+    kept = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
+    found = {f'backward: top layer again, {name}': kept | {
+        'final states': o.state + (L - 1)*o.above.row, 'gates of a chunk': 0, 'scratch': top.forward(n)}}
+    if o.keeps[-1] == 'gates': found[f'backward: loss again, {name}'] = kept | {
+        'normed output': o.normed(n), 'targets': o.targets(n), 'losses': 4*o.wide,
+        'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch)}
+    if o.gain: found[f'backward: norm again, {name}'] = kept | {
+        'normed output': o.normed(n), 'final states': o.state + o.final, 'scratch': _norm_scratch(o.above, n)}
+    return found
+
 # %% ../nbs/11_counted.ipynb #12367033
 def _again_moments(o:_Counted, n, i, name:str) -> dict:
     "A segment of n steps on its way back, i cuts after the first, recorded a second time"
@@ -254,46 +268,6 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
         'gradients to be added': emb, 'weight copies': copies, 'gradient sums': total,
         'gradients at states': o.state + wanted*o.state,
         'gradients at outputs': o.trains('embedding') * o.embedded(n)}
-    return found
-
-# %% ../nbs/11_counted.ipynb #c0de1102
-def _of_stretch(o:_Counted, role:str, n, i) -> list:
-    "(steps of the segment that is recorded or 0, its moments) of segments n steps long, i cuts after the first"
-    again = n, _again_moments(o, n, i * (role != 'first'), 'a segment run again')
-    if role == 'first': return [(n, _forward_moments(o, n, 0, 'first segment')), again]
-    if role == 'middle': return [(0, _passing_moments(o, n, i)), again]
-    last = 'last segment'
-    return [(n, _forward_moments(o, n, i, last) | {'forward: mean of all': _mean(o, n, i)}),
-            (n, _last_moments(o, n, i, last))]
-
-def _stairs(lens:list) -> tuple:
-    "(lengths, numbers) of the segments that are longer than all that follow, the first segment aside"
-    found, longest = [], 0
-    for i in range(len(lens) - 1, 0, -1):
-        if lens[i] > longest: found.append((longest := lens[i], i))
-    return tuple(map(np.array, zip(*found)))
-
-def _fullest(moments:dict) -> dict:
-    "Of each moment, the terms of the segment in which they sum up to most"
-    def pick(terms):
-        sums = sum(terms.values())
-        if not np.ndim(sums): return terms
-        at = int(np.argmax(sums))
-        return {name: int(np.broadcast_to(n, sums.shape)[at]) for name, n in terms.items()}
-    return {moment: pick(terms) for moment, terms in moments.items()}
-
-# %% ../nbs/11_counted.ipynb #d58c5d03
-def _recorded_again(o:_Counted, n, base:dict, name:str) -> dict:
-    "The second forward pass of a segment; where the head keeps its gradient the loss is computed once more"
-    L, top = o.spec.n_layers, o.layer(o.spec.n_layers - 1)
-    kept = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
-    found = {f'backward: top layer again, {name}': kept | {
-        'final states': o.state + (L - 1)*o.above.row, 'gates of a chunk': 0, 'scratch': top.forward(n)}}
-    if o.keeps[-1] == 'gates': found[f'backward: loss again, {name}'] = kept | {
-        'normed output': o.normed(n), 'targets': o.targets(n), 'losses': 4*o.wide,
-        'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch)}
-    if o.gain: found[f'backward: norm again, {name}'] = kept | {
-        'normed output': o.normed(n), 'final states': o.state + o.final, 'scratch': _norm_scratch(o.above, n)}
     return found
 
 # %% ../nbs/11_counted.ipynb #87e4627f
@@ -385,6 +359,32 @@ def _taped(o:_Counted, n, moments:dict) -> dict:
         return {'tape': tape*(phase == 'forward' or phase == 'backward' and o.cut),
                 'ids of own inputs': 8*n*o.batch*o.trains('embedding')*(not through)}
     return {m: terms | more(m) for m, terms in moments.items()}
+
+# %% ../nbs/11_counted.ipynb #c0de1102
+def _of_stretch(o:_Counted, role:str, n, i) -> list:
+    "(steps of the segment that is recorded or 0, its moments) of segments n steps long, i cuts after the first"
+    again = n, _again_moments(o, n, i * (role != 'first'), 'a segment run again')
+    if role == 'first': return [(n, _forward_moments(o, n, 0, 'first segment')), again]
+    if role == 'middle': return [(0, _passing_moments(o, n, i)), again]
+    last = 'last segment'
+    return [(n, _forward_moments(o, n, i, last) | {'forward: mean of all': _mean(o, n, i)}),
+            (n, _last_moments(o, n, i, last))]
+
+def _stairs(lens:list) -> tuple:
+    "(lengths, numbers) of the segments that are longer than all that follow, the first segment aside"
+    found, longest = [], 0
+    for i in range(len(lens) - 1, 0, -1):
+        if lens[i] > longest: found.append((longest := lens[i], i))
+    return tuple(map(np.array, zip(*found)))
+
+def _fullest(moments:dict) -> dict:
+    "Of each moment, the terms of the segment in which they sum up to most"
+    def pick(terms):
+        sums = sum(terms.values())
+        if not np.ndim(sums): return terms
+        at = int(np.argmax(sums))
+        return {name: int(np.broadcast_to(n, sums.shape)[at]) for name, n in terms.items()}
+    return {moment: pick(terms) for moment, terms in moments.items()}
 
 # %% ../nbs/11_counted.ipynb #457d1f26
 def _groups(o:_Counted) -> list:

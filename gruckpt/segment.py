@@ -80,6 +80,8 @@ class Plan:
     def slot(self, t:int) -> int: "Slot of a segment's buffers that step `t` uses"; return _slot(self, t)
     @property
     def n_extra(self) -> int: "Forward steps done twice"; return _n_extra(self)
+    @property
+    def words(self) -> str: "For a person"; return _words(self)
     def peak(self, state:int, step:int) -> int: "Most bytes alive at once"; return _peak(self, state, step)
 
 # %% ../nbs/00_segment.ipynb #30e117cd
@@ -151,6 +153,18 @@ def _keeps(plan:Plan, t:int) -> str|tuple:
 
 def _slot(plan:Plan, t:int) -> int:
     return t % plan.seg_len if plan.cuts is None else t - (0, *plan.cuts)[bisect_right(plan.cuts, t)]
+
+def _words(plan:Plan) -> str:
+    "Steps, segments and what is kept"
+    *earlier, last = plan.lens
+    lens = f'{plan.seg_len}'
+    if plan.cuts is not None:
+        few, most = min(earlier), max(earlier)
+        lens = f'{few} and {last}' if few == most else f'{few} to {most} and {last}'
+    keep = plan.keep if isinstance(plan.keep, str) else ' '.join(plan.keep)
+    late = plan.keep_last
+    more = '' if late is None else f', the last {late if isinstance(late, str) else " ".join(late)}'
+    return f'{plan.n_steps} steps in {plan.n_segments} segment(s) of {lens}, keep {keep}{more}'
 
 def _repr(plan:Plan) -> str:
     "As it can be made again; what is not said is not shown"

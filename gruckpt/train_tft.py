@@ -172,7 +172,8 @@ def _tier(
 def _fitted(o:SimpleNamespace, spec) -> tuple:
     "The cheapest tier within `--memory-limit`, its bytes, and a function that finds one with less"
     from gruckpt.tiers import fit_tier, tier_ledger
-    how = dict(precision=_PRECISIONS[o.precision], device=o.device.type, world_size=o.world.size)
+    how = dict(precision=_PRECISIONS[o.precision], device=o.device.type, world_size=o.world.size,
+               accumulate=o.accumulate)
     def foretold(tier): return int(tier_ledger(spec, o.batch_size, tier, **how).total)
     def smaller(tier):
         tier = fit_tier(spec, o.batch_size, 9 * foretold(tier) // 10, **how)
