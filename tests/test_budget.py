@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gruckpt.budget import GPUS, DoesNotFit, Ledger, estimate, estimate_any, fit, max_batch, what_fits
-from gruckpt.lm import GRULM, GRUSpec
-from gruckpt.meter import Meter, human, nbytes, parse_bytes, shadow
-from gruckpt.recurrent import GRU, LSTM
-from gruckpt.segment import Plan
-from gruckpt.text import Batch
-from gruckpt.train import TrainConfig, Trainer
+from gruckpt.plan.budget import GPUS, DoesNotFit, Ledger, estimate, estimate_any, fit, max_batch, what_fits
+from gruckpt.charlm.model import GRULM, GRUSpec
+from gruckpt.measure.meter import Meter, human, nbytes, parse_bytes, shadow
+from gruckpt.engine.recurrent import GRU, LSTM
+from gruckpt.plan.segment import Plan
+from gruckpt.charlm.text import Batch
+from gruckpt.training.sessions import TrainConfig, Trainer
 
 MAKE = {'sgd': lambda ps: torch.optim.SGD(ps, lr=.1),
         'momentum': lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9),

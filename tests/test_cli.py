@@ -11,7 +11,7 @@ import pytest
 import torch
 import typer
 
-from gruckpt.cli import app, main
+from gruckpt.commands.cli import app, main
 
 TEXT = ''.join(f'{i % 100:02} ' for i in range(1334))[:4000]
 MODEL = ('--hidden', '24', '--layers', '2', '--dropout', '0.1', '--batch', '8', '--steps', '32',
@@ -24,7 +24,7 @@ def starter(folder):
     "A function that starts a command in a folder, and waits for it unless told otherwise."
     (folder/'text.txt').write_text(TEXT)
     def start(*args, wait=True, code=None):
-        command = [sys.executable, *(('-c', code) if code else ('-m', 'gruckpt.cli')), *map(str, args)]
+        command = [sys.executable, *(('-c', code) if code else ('-m', 'gruckpt.commands.cli')), *map(str, args)]
         p = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if not wait: return p
         out, err = p.communicate(timeout=120)
@@ -99,8 +99,8 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(run, capsys, monk
 def test_a_full_disk_is_one_line_and_keeps_the_run(run):
     code = '''
 import sys
-from gruckpt import files
-from gruckpt.cli import main
+from gruckpt.training import checkpoint_files as files
+from gruckpt.commands.cli import main
 def full(state, f):
     f.write(b'PK')
     raise OSError(28, 'No space left on device')
@@ -173,8 +173,8 @@ def test_killed_in_the_middle_of_a_save(run, straight, moment):
     "R03 through the command: the file before is intact, nothing half-written has a checkpoint's name."
     code = '''
 import os, signal, sys
-from gruckpt import files
-from gruckpt.cli import main
+from gruckpt.training import checkpoint_files as files
+from gruckpt.commands.cli import main
 moment, *args = sys.argv[1:]
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 save, replace = files.torch.save, os.replace
@@ -263,7 +263,7 @@ def test_tensorboard_is_written_or_refused(run):
 def torchrun(run, n, *args):
     "A command in `n` processes."
     code = 'import sys; from torch.distributed.run import main; main(sys.argv[1:])'
-    return run('--standalone', '--nproc-per-node', n, '-m', 'gruckpt.cli', *args, code=code)
+    return run('--standalone', '--nproc-per-node', n, '-m', 'gruckpt.commands.cli', *args, code=code)
 
 
 def test_two_processes_are_one_with_all_rows(run):

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from gruckpt.files import Telemetry, load_checkpoint, save_checkpoint, write_history, write_whole
+from gruckpt.training.checkpoint_files import (Telemetry, load_checkpoint, save_checkpoint, write_history,
+                                               write_whole)
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +33,7 @@ def test_r03_killed_inside_a_save(moment, tmp_path):
     code = '''
 import os, signal, sys, torch
 from pathlib import Path
-from gruckpt import files
+from gruckpt.training import checkpoint_files as files
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 state = {'step': 1, 'weight': torch.arange(5000.)}

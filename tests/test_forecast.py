@@ -10,25 +10,12 @@ import pandas as pd
 import pytest
 import torch
 
-from gruckpt.columns import SeriesSpec, read_series
-from gruckpt.files import load_checkpoint
-from gruckpt.forecast import (
-    Run,
-    Setup,
-    backtest,
-    explain,
-    forecast,
-    load_run,
-    measures,
-    naive,
-    predict,
-    scores,
-    setup_of,
-    tft_spec,
-    trainer_of,
-)
-from gruckpt.tft import TFT, TFTSpec, Tier
-from gruckpt.train import TrainConfig, session
+from gruckpt.tft.table import SeriesSpec, read_series
+from gruckpt.training.checkpoint_files import load_checkpoint
+from gruckpt.tft.forecast import (Run, Setup, backtest, explain, forecast, load_run, measures, naive, predict,
+                                  scores, setup_of, tft_spec, trainer_of)
+from gruckpt.tft.model import TFT, TFTSpec, Tier
+from gruckpt.training.sessions import TrainConfig, session
 
 ROOT = Path(__file__).parent.parent
 SPEC = SeriesSpec('time', 'y', ids=('id',), static_cats=('id',), observed_reals=('x',),
@@ -66,11 +53,11 @@ def with_future(rows, n=3):
 
 RESUME = """
 import json, sys, torch
-from gruckpt.files import load_checkpoint
-from gruckpt.forecast import Setup, trainer_of
-from gruckpt.columns import read_series
-from gruckpt.tft import TFTSpec, Tier
-from gruckpt.train import TrainConfig
+from gruckpt.training.checkpoint_files import load_checkpoint
+from gruckpt.tft.forecast import Setup, trainer_of
+from gruckpt.tft.table import read_series
+from gruckpt.tft.model import TFTSpec, Tier
+from gruckpt.training.sessions import TrainConfig
 folder, path = sys.argv[1:]
 state = load_checkpoint(folder).state
 setup, spec = Setup.from_dict(state['about']['setup']), TFTSpec.from_dict(state['about']['tft'])

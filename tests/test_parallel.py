@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gruckpt.lm import GRULM, GRUSpec
-from gruckpt.parallel import World, all_rows, every_rank, joined, own_rows, sum_over_ranks, wrap
-from gruckpt.segment import Plan
-from gruckpt.text import Batch, TokenStream
+from gruckpt.charlm.model import GRULM, GRUSpec
+from gruckpt.training.parallel import World, all_rows, every_rank, joined, own_rows, sum_over_ranks, wrap
+from gruckpt.plan.segment import Plan
+from gruckpt.charlm.text import Batch, TokenStream
 
 IDS = torch.randint(20, (4000,), generator=torch.Generator().manual_seed(1))
 

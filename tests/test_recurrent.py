@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from gruckpt.meter import Meter, shadow
-from gruckpt.recurrent import GRU, LSTM, convert
-from gruckpt.scan import plain
+from gruckpt.measure.meter import Meter, shadow
+from gruckpt.engine.recurrent import GRU, LSTM, convert
+from gruckpt.engine.scan import plain
 
 F64 = torch.float64
 KINDS = {'gru': (nn.GRU, GRU), 'lstm': (nn.LSTM, LSTM)}

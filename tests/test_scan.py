@@ -21,9 +21,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from gruckpt import surroundings
-from gruckpt.scan import grad_sink, plain, scan_segments
-from gruckpt.segment import Plan
+from gruckpt.engine import captures as surroundings
+from gruckpt.engine.scan import grad_sink, plain, scan_segments
+from gruckpt.plan.segment import Plan
 
 T, B, I, D = 7, 2, 3, 4
 F64 = torch.float64

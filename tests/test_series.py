@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from gruckpt.coding import Coding, Parts, cut_times, encode, fit_coding, unknown_categories
-from gruckpt.columns import SeriesSpec, read_series
-from gruckpt.series import Windows, WindowStream, extended
+from gruckpt.tft.encoding import Coding, Parts, cut_times, encode, fit_coding, unknown_categories
+from gruckpt.tft.table import SeriesSpec, read_series
+from gruckpt.tft.windows import Windows, WindowStream, extended
 
 ROOT = Path(__file__).parent.parent
 SPEC = SeriesSpec('time', 'y', ids=('id',), static_cats=('id',), observed_reals=('x',),
@@ -302,7 +302,7 @@ def test_the_coding_survives_a_checkpoint(tmp_path):
 RESUME = """
 import json, sys
 import pandas as pd, torch
-from gruckpt.series import SeriesSpec, Windows, WindowStream, encode, fit_coding, read_series
+from gruckpt.tft.windows import SeriesSpec, Windows, WindowStream, encode, fit_coding, read_series
 spec = SeriesSpec.from_dict(json.loads(sys.argv[2]))
 series = read_series(sys.argv[1], spec)
 table = encode(series, fit_coding(series))

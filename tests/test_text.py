@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gruckpt.text import TokenStream, Vocab
+from gruckpt.charlm.text import TokenStream, Vocab
 
 ROOT = Path(__file__).parent.parent
 TEXT = 'The quick brown fox jumps over the lazy dog, and back again.\n' * 9
 STREAM = """
 import json, sys, torch
-from gruckpt.text import TokenStream, Vocab
+from gruckpt.charlm.text import TokenStream, Vocab
 text = json.loads(sys.argv[1])
 vocab = Vocab.from_text(text)
 stream = TokenStream(vocab.encode(text), batch_size=3, n_steps=16, seed=7)
@@ -58,7 +58,7 @@ def test_locale_changes_nothing(tmp_path):
     (tmp_path/'mixed.txt').write_bytes(b'\xef\xbb\xbfab\r\ncd\r\xc3\xa9\n')
     code = """
 import json, locale, sys, warnings
-from gruckpt.text import read_text
+from gruckpt.charlm.text import read_text
 encoding = locale.getpreferredencoding(False)
 warnings.simplefilter('error', EncodingWarning)  # whoever leaves the encoding to the locale gets an error
 try: usual = open(sys.argv[1]).read()

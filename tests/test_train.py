@@ -25,15 +25,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._pytree import tree_leaves
 
-from gruckpt.files import load_checkpoint, save_checkpoint
-from gruckpt.lm import GRULM, GRUSpec
-from gruckpt.parallel import World, joined
-from gruckpt.scan import plain
-from gruckpt.schedule import linear_decay
-from gruckpt.segment import Plan
-from gruckpt.text import EvalStream, TokenStream, Vocab
-from gruckpt.train import Diverged, TrainConfig, Trainer, evaluate, is_best, session
-from gruckpt.trainer import random_state, set_random_state
+from gruckpt.training.checkpoint_files import load_checkpoint, save_checkpoint
+from gruckpt.charlm.model import GRULM, GRUSpec
+from gruckpt.training.parallel import World, joined
+from gruckpt.engine.scan import plain
+from gruckpt.training.schedule import linear_decay
+from gruckpt.plan.segment import Plan
+from gruckpt.charlm.text import EvalStream, TokenStream, Vocab
+from gruckpt.training.sessions import Diverged, TrainConfig, Trainer, evaluate, is_best, session
+from gruckpt.training.trainer import random_state, set_random_state
 
 IDS = (torch.arange(700) * 7 // 3 + torch.arange(700) // 97) % 11
 VALID = EvalStream(IDS[:101], 3, 16)

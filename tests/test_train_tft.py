@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import torch
 
-from gruckpt.cli import main
+from gruckpt.commands.cli import main
 
-COMMAND = (sys.executable, '-m', 'gruckpt.cli')
+COMMAND = (sys.executable, '-m', 'gruckpt.commands.cli')
 SMALL = tuple('--hidden 16 --heads 2 --lookback 24 --horizon 6 --lr 1e-2 --seed 3'.split())
 HERE = ('--device', 'cpu', '--threads', '1')
 ROLES = ('--target', 'load', '--ids', 'site', '--static', 'site')
@@ -142,7 +142,7 @@ def test_two_processes_are_one(run):
     same = ('--dropout', '0', '--epochs', '2', '--quiet')
     assert train(run, 'one', *same) == (0, '', '')
     ranks = (sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--standalone',
-             '-m', 'gruckpt.cli')
+             '-m', 'gruckpt.commands.cli')
     code, out, err = run('train-tft', *DATA, *ROLES, *SMALL, *HERE, '--batch-size', '16', '--out', 'two',
                          '--tier', 'vsn', *same, command=ranks)
     assert code == 0, err
@@ -153,9 +153,9 @@ def test_two_processes_are_one(run):
 @pytest.mark.slow
 def test_300_columns_train_within_2_gib(run):
     "A model of full width; what was predicted is enough, and without recomputation it would not be."
-    from gruckpt.forecast import load_run
-    from gruckpt.tft import Tier
-    from gruckpt.tiers import tier_ledger
+    from gruckpt.tft.forecast import load_run
+    from gruckpt.tft.model import Tier
+    from gruckpt.tft.tiers import tier_ledger
     rng = np.random.default_rng(0)
     wide = pd.DataFrame(rng.normal(size=(200, 299)), columns=[f'c{i:03}' for i in range(299)])
     wide.assign(time=pd.date_range('2024', periods=200, freq='h')).to_parquet(run.folder/'wide.parquet')
@@ -236,5 +236,5 @@ def test_another_run_is_refused(here, straight):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys; import gruckpt.train_tft; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
+    code = "import sys; import gruckpt.commands.train_tft; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
     assert subprocess.run([sys.executable, '-c', code]).returncode == 0

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from gruckpt.lm import GRULM, GRUSpec
-from gruckpt.text import TokenStream
-from gruckpt.train import TrainConfig, Trainer
-from gruckpt.update import PRECISIONS, LossScale, accumulate, update
+from gruckpt.charlm.model import GRULM, GRUSpec
+from gruckpt.charlm.text import TokenStream
+from gruckpt.training.sessions import TrainConfig, Trainer
+from gruckpt.training.optimizer_step import PRECISIONS, LossScale, accumulate, update
 
 IDS = (torch.arange(700) * 7 // 3) % 11
 
