@@ -18,7 +18,8 @@ from gruckpt.measure.meter import Meter, human, nbytes, parse_bytes, shadow
 from gruckpt.engine.recurrent import GRU, LSTM
 from gruckpt.plan.segment import Plan
 from gruckpt.charlm.text import Batch
-from gruckpt.training.sessions import TrainConfig, Trainer
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.trainer import Trainer
 
 MAKE = {'sgd': lambda ps: torch.optim.SGD(ps, lr=.1),
         'momentum': lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9),

@@ -15,7 +15,8 @@ from gruckpt.training.checkpoint_files import load_checkpoint
 from gruckpt.tft.forecast import (Run, Setup, backtest, explain, forecast, load_run, measures, naive, predict,
                                   scores, setup_of, tft_spec, trainer_of)
 from gruckpt.tft.model import TFT, TFTSpec, Tier
-from gruckpt.training.sessions import TrainConfig, session
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.sessions import session
 
 ROOT = Path(__file__).parent.parent
 SPEC = SeriesSpec('time', 'y', ids=('id',), static_cats=('id',), observed_reals=('x',),
@@ -57,7 +58,7 @@ from gruckpt.training.checkpoint_files import load_checkpoint
 from gruckpt.tft.forecast import Setup, trainer_of
 from gruckpt.tft.table import read_series
 from gruckpt.tft.model import TFTSpec, Tier
-from gruckpt.training.sessions import TrainConfig
+from gruckpt.training.config import TrainConfig
 folder, path = sys.argv[1:]
 state = load_checkpoint(folder).state
 setup, spec = Setup.from_dict(state['about']['setup']), TFTSpec.from_dict(state['about']['tft'])

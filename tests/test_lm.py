@@ -17,7 +17,9 @@ from gruckpt.engine.scan import plain
 from gruckpt.training.schedule import exponential_decay, inverse_sigmoid, linear_decay
 from gruckpt.plan.segment import Plan
 from gruckpt.charlm.text import Batch, TokenStream
-from gruckpt.training.sessions import TrainConfig, Trainer, session
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.trainer import Trainer
+from gruckpt.training.sessions import session
 
 FORMS = [dict(norm=norm, reset=reset, dropout=dropout)
          for norm in (None, 'state', 'output') for reset in ('after', 'before') for dropout in (0., .5)]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from gruckpt.training.checkpoint_files import Telemetry, save_checkpoint, write_history
 from gruckpt.training.report import draw, facts, plot_history, plot_loss, read_run, write_report
-from gruckpt.training.sessions import StepRecord
+from gruckpt.training.config import StepRecord
 
 
 def record(step, loss=2., **kw):

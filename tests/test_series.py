@@ -302,7 +302,9 @@ def test_the_coding_survives_a_checkpoint(tmp_path):
 RESUME = """
 import json, sys
 import pandas as pd, torch
-from gruckpt.tft.windows import SeriesSpec, Windows, WindowStream, encode, fit_coding, read_series
+from gruckpt.tft.table import SeriesSpec, read_series
+from gruckpt.tft.windows import Windows, WindowStream
+from gruckpt.tft.encoding import encode, fit_coding
 spec = SeriesSpec.from_dict(json.loads(sys.argv[2]))
 series = read_series(sys.argv[1], spec)
 table = encode(series, fit_coding(series))

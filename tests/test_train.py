@@ -32,7 +32,10 @@ from gruckpt.engine.scan import plain
 from gruckpt.training.schedule import linear_decay
 from gruckpt.plan.segment import Plan
 from gruckpt.charlm.text import EvalStream, TokenStream, Vocab
-from gruckpt.training.sessions import Diverged, TrainConfig, Trainer, evaluate, is_best, session
+from gruckpt.training.trainer import Diverged, Trainer
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.evaluation import evaluate, is_best
+from gruckpt.training.sessions import session
 from gruckpt.training.trainer import random_state, set_random_state
 
 IDS = (torch.arange(700) * 7 // 3 + torch.arange(700) // 97) % 11

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.charlm.text import TokenStream
-from gruckpt.training.sessions import TrainConfig, Trainer
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.trainer import Trainer
 from gruckpt.training.optimizer_step import PRECISIONS, LossScale, accumulate, update
 
 IDS = (torch.arange(700) * 7 // 3) % 11

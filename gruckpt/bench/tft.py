@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from .rnn import _at_least_1, _threads
+from .rnn import check_at_least_1, using_threads
 from ..training.checkpoint_files import write_whole
 from ..measure.meter import Meter, Timing, human, nbytes, timed
 from ..tft.windows import WindowBatch
@@ -236,9 +236,9 @@ def bench_tft(
     "Time and kept bytes of a TFT's training step, ours by tier and other libraries', in one run; on the CPU"
     spec = TFTSpec(static, observed, known, hidden, lookback=lookback, horizon=horizon)
     for name, n in dict(batch=batch, repeats=repeats, threads=1 if threads is None else threads).items():
-        _at_least_1(name, n)
+        check_at_least_1(name, n)
     inputs, made, missing = _noise(spec, batch), {}, set()
-    with _threads(threads), _quiet(), torch.random.fork_rng(devices=[]):
+    with using_threads(threads), _quiet(), torch.random.fork_rng(devices=[]):
         for way in _ways(spec):
             if _there(way): made[way.name] = way.make()
             else: missing.add(way.name)

@@ -20,11 +20,12 @@ from torch._subclasses.fake_tensor import is_fake
 from ..engine.cells import CellWeights, norm_rows
 from .step_bytes import moments_of, parts_of
 from ..engine.head import head_loss
-from ..engine.recurrent import GRU, _cast, _Drop, _Job, _named, _weights_of as _tensors_of
-from .sampling import Sampling, Tape, _check_p, draw_tape
+from ..engine.recurrent import (GRU, cast_weights, DropoutMask, LayerRun, parameter_name, layer_weights
+                                      as _tensors_of)
+from .sampling import Sampling, Tape, check_probability, draw_tape
 from ..engine.scan import scan_segments
 from ..plan.segment import Plan
-from .text import _narrowest
+from .text import narrowest_int
 
 # %% ../../nbs/charlm/03_model.ipynb #b74151f7
 @dataclass(frozen=True)
@@ -260,11 +261,11 @@ def _cells(
 ) -> tuple:               # (weights, one entry a layer; gain of the norm on the last one's output or None)
     "The layers' weights as the cells take them"
     rnn = model.rnn
-    names = [_named('norm', k, 0) for k in range(rnn.num_layers)]
+    names = [parameter_name('norm', k, 0) for k in range(rnn.num_layers)]
     gains = [None, *(getattr(rnn, name) if rnn.norm == 'output' else None for name in names)]
     weights = [CellWeights(*_tensors_of(rnn, k, 0, gain)) for k, gain in enumerate(gains[:-1])]
     last = gains[-1] if gains[-1] is None else gains[-1].to(dtype)
-    return [_cast(w, dtype, None) for w in weights], last
+    return [cast_weights(w, dtype, None) for w in weights], last
 
 # %% ../../nbs/charlm/03_model.ipynb #bf515868
 def _stepper(
@@ -282,8 +283,8 @@ def _stepper(
     def step(ids_1B, carried):
         (h_LBD, t), x_1BD = carried, model.embed(ids_1B.long())
         for k, (w, bias) in enumerate(zip(weights, biases)):
-            drop = None if seed is None or not k else _Drop(rnn.dropout, seed, k, t)
-            x_BD = _Job(rnn.cell, 'hidden', 1, False, drop, dtype).x(x_1BD, 0, 1, w.x_gain)
+            drop = None if seed is None or not k else DropoutMask(rnn.dropout, seed, k, t)
+            x_BD = LayerRun(rnn.cell, 'hidden', 1, False, drop, dtype).x(x_1BD, 0, 1, w.x_gain)
             rnn.cell.project(x_BD, w, bias, gates_1BG)
             x_1BD = h_LBD[k:k + 1]
             rnn.cell.advance(gates_1BG, [x_1BD], [x_1BD], w, (0,))
@@ -323,7 +324,7 @@ def _trained_on(model:_Layers, xs:tuple, carried:tuple, keep:str, seed:int|None)
 
 def _loss(model:_Layers, batch, state, plan:Plan|None, p:float, sampling:Sampling|None) -> tuple:
     "Mean loss of a batch, taken segment by segment, and the detached state after it"
-    _check_p(p)
+    check_probability(p)
     if not isinstance(sampling, Sampling | None):
         raise ValueError(f'sampling must be a Sampling or None, got {sampling!r}')
     xs, state, plan = _prepared(model, batch, state, plan, None)
@@ -376,7 +377,7 @@ def _tape_bytes(
     plan:Plan,        # where time is cut
 ) -> int:
     "Bytes that a tape adds to the peak of a step"
-    tape = (plan.n_segments > 1) * plan.n_steps * _narrowest(spec.vocab_size).itemsize
+    tape = (plan.n_segments > 1) * plan.n_steps * narrowest_int(spec.vocab_size).itemsize
     return batch * (tape + 8 * plan.seg_len + 2 * 8)
 
 # %% ../../nbs/charlm/03_model.ipynb #e52023d6

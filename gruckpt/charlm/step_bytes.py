@@ -13,7 +13,7 @@ import numpy as np
 
 from ..engine.cells import GRUCell, NormedGRUCell
 from ..engine.head import HeadBytes
-from ..engine.recurrent import LayerBytes, _norm_back_scratch, _norm_scratch
+from ..engine.recurrent import LayerBytes, norm_back_scratch, norm_scratch
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #46f4df39
 def parts_of(
@@ -127,7 +127,7 @@ def _forward_moments(o:_Counted, n, i, name:str) -> dict:
 def _forward_norm(o:_Counted, n, read:dict, name:str) -> dict:
     "A norm on what the top layer puts out, if there is one"
     if not o.gain: return {}
-    return {f'forward: norm, {name}': read | {'final states': o.final, 'scratch': _norm_scratch(o.above, n)}}
+    return {f'forward: norm, {name}': read | {'final states': o.final, 'scratch': norm_scratch(o.above, n)}}
 
 def _mean(o:_Counted, n, i) -> dict:
     "All losses put together; the last segment's record waits for the way back"
@@ -171,7 +171,7 @@ def _norm_moment(o:_Counted, n, base:dict, sums, copies, name:str) -> dict:
     if not o.gain: return {}
     return {f'backward: norm, {name}': base | {
         'record': o.record(n, o.spec.n_layers), 'embedding output': o.embedded(n), 'gradient sums': sums,
-        'weight copies': copies, 'scratch': _norm_back_scratch(o.above, n),
+        'weight copies': copies, 'scratch': norm_back_scratch(o.above, n),
         'gradients at outputs': 2*n*o.above.row}}
 
 def _layer_moments(o:_Counted, n, k:int, base:dict, sums, copies, at_states, name:str) -> dict:

@@ -17,8 +17,8 @@ import typer
 from typer import Option
 
 from .shell import call, ending, refusing, say
-from .train_lm import _train_lm_command
-from .train_tft import _backtest_command, _forecast_command, _train_tft_command
+from .train_lm import train_lm_command
+from .train_tft import backtest_command, forecast_command, train_tft_command
 
 # %% ../../nbs/commands/03_cli.ipynb #f32cf230
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -26,10 +26,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.callback()
 def _top(): "Bigger recurrent models on the GPU you have, with the same gradients."
 
-app.command('train-lm')(_train_lm_command)
-app.command('train-tft')(_train_tft_command)
-app.command('forecast')(_forecast_command)
-app.command('backtest')(_backtest_command)
+app.command('train-lm')(train_lm_command)
+app.command('train-tft')(train_tft_command)
+app.command('forecast')(forecast_command)
+app.command('backtest')(backtest_command)
 
 def main(
     args:list[str]|None=None,  # without the program's name; None: those of the process

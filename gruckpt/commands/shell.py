@@ -227,7 +227,7 @@ def train(
 ):
     "Train, watched; raises `typer.Exit` unless it ends well"
     from gruckpt.plan.budget import DoesNotFit
-    from gruckpt.training.sessions import Diverged
+    from gruckpt.training.trainer import Diverged
     first, begun = trainer.world.rank == 0, trainer.step
     quiet = quiet or not first
     if not quiet: typer.echo('\n'.join(lines))

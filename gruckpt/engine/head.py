@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .cells import CellWeights, _add_mm, _add_rows
-from .recurrent import _ONCE, _cast, _sum_of
+from .cells import CellWeights, add_product, add_row_sums
+from .recurrent import NO_SECOND_DERIVATIVE, cast_weights, gradient_sum
 from .scan import grad_sink, is_plain
 
 # %% ../../nbs/engine/04_head.ipynb #503f549d
@@ -75,8 +75,8 @@ def _backward(x_ND, targets_N, w:CellWeights, kept_NV, g:torch.Tensor, sums:Cell
             d = _shifted(x_ND[a:b], w).exp_()
             d = _at_logits(d, d.sum(-1, keepdim=True), targets_N[a:b]).mul_(g)
         d = d.to(x_ND.dtype)
-        _add_mm(sums.w_i, d, x_ND[a:b])
-        _add_rows(d, (sums.b_i, slice(None)))
+        add_product(sums.w_i, d, x_ND[a:b])
+        add_row_sums(d, (sums.b_i, slice(None)))
         if dx_ND is not None: torch.mm(d, w.w_i, out=dx_ND[a:b])
         del d
 
@@ -87,19 +87,19 @@ class _HeadLoss(torch.autograd.Function):
         ctx.sink, dtype, N = grad_sink(), x_ND.dtype, len(x_ND)
         again = ctx.sink is not None and ctx.sink.again
         kept_NV = x_ND.new_empty(N, len(weight), dtype=_wide(x_ND)) if keep == 'gates' else None
-        w = _cast(CellWeights(weight, None, bias), dtype, ctx.sink)
+        w = cast_weights(CellWeights(weight, None, bias), dtype, ctx.sink)
         ctx.save_for_backward(x_ND, targets_N, weight, bias, kept_NV)
         if again and keep == 'hidden': return x_ND.new_zeros((), dtype=_wide(x_ND))      # nobody looks
         with torch.autocast(x_ND.device.type, enabled=False): return _forward(x_ND, targets_N, w, kept_NV)
 
     @staticmethod
     def backward(ctx, g):
-        if torch.is_grad_enabled(): raise RuntimeError(_ONCE)
+        if torch.is_grad_enabled(): raise RuntimeError(NO_SECOND_DERIVATIVE)
         x_ND, targets_N, weight, bias, kept_NV = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        sums = [_sum_of(t, wanted, ctx.sink) for t, wanted in zip((weight, bias), needs[3:])]
+        sums = [gradient_sum(t, wanted, ctx.sink) for t, wanted in zip((weight, bias), needs[3:])]
         dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if needs[0] else None
-        w = _cast(CellWeights(weight, None, bias), x_ND.dtype, ctx.sink)
+        w = cast_weights(CellWeights(weight, None, bias), x_ND.dtype, ctx.sink)
         _backward(x_ND, targets_N, w, kept_NV, g, CellWeights(sums[0], None, sums[1]), dx_ND)
         own = [None if s is None or (ctx.sink and t.is_leaf) else s.to(t.dtype)
                for s, t in zip(sums, (weight, bias))]

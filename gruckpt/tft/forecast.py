@@ -18,11 +18,12 @@ import pandas as pd
 import torch
 
 from .encoding import Coding, Parts, cut_times, encode, fit_coding
-from .table import Series, SeriesSpec, _offset, read_series
+from .table import Series, SeriesSpec, step_offset, read_series
 from ..training.checkpoint_files import load_checkpoint
 from .windows import WindowBatch, Windows, WindowStream, extended
 from .model import TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss
-from ..training.sessions import TrainConfig, Trainer
+from ..training.config import TrainConfig
+from ..training.trainer import Trainer
 
 # %% ../../nbs/tft/06_forecast.ipynb #7b859708
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _rows(windows:Windows, quantiles:torch.Tensor, levels:tuple[float, ...]) -> 
 # %% ../../nbs/tft/06_forecast.ipynb #676c4c84
 def _day(setup:Setup) -> int|None:
     "Rows of a day, if they are a whole number that the past holds"
-    try: n = pd.Timedelta('1D') / pd.Timedelta(_offset(setup.coding.spec.step))
+    try: n = pd.Timedelta('1D') / pd.Timedelta(step_offset(setup.coding.spec.step))
     except (ValueError, TypeError): return None         # months differ; rows without a step have no day
     return int(n) if n == int(n) and 1 < n <= setup.min_past else None
 

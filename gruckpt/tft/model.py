@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from ..engine.recurrent import LSTM, _Drop
+from ..engine.recurrent import LSTM, DropoutMask
 from .windows import WindowBatch
 from .vsn import GRN, VSN, Gate, Select, module_again
 
@@ -175,7 +175,7 @@ class _Attention(nn.Module):
         self.out = nn.Linear(self.width, H, bias=False, **factory)
         self.gate = Gate(H, H, **factory)
 
-    def forward(self, past, future, seen, drop:_Drop|None) -> tuple:
+    def forward(self, past, future, seen, drop:DropoutMask|None) -> tuple:
         "(B x H x hidden, weights B x heads x H x (Lb + H)); `seen` is True where a query may look at a key"
         (B, n, _), h = future.shape, self.heads * self.width
         q = F.linear(future, self.qkv.weight[:h]).view(B, n, self.heads, -1).transpose(1, 2)
@@ -327,7 +327,7 @@ def _drops(model:nn.Module):
     if not p: return lambda *names: (None,) * len(names)
     drawn = torch.randint(2**62, ())
     seed = 0 if is_fake(drawn) else int(drawn)                      # on fake tensors nothing is drawn
-    return lambda *names: tuple(_Drop(p, seed, _SITES.index(n), 0) for n in names)
+    return lambda *names: tuple(DropoutMask(p, seed, _SITES.index(n), 0) for n in names)
 
 def _select(model:nn.Module, name:str, place:str, inputs:tuple, c, tier:Tier, drops) -> tuple:
     "(selected, weights) of one variable selection"

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..plan.budget import DoesNotFit, Ledger, _limit, estimate
+from ..plan.budget import DoesNotFit, Ledger, limit_bytes, estimate
 from ..measure.meter import Meter, human, nbytes, shadow
 from .windows import WindowBatch
 from .model import LAYERS, TFT, TFTSpec, Tier
@@ -209,7 +209,7 @@ def fit_tier(
     **how,             # optimizer, precision, device, ... as for `gruckpt.plan.budget.estimate`
 ) -> Tier:
     "The tier of least extra work whose training step fits; or `TierDoesNotFit`"
-    limit = _limit(limit)
+    limit = limit_bytes(limit)
     _refuse_scores(spec, batch, limit)
     def total(tier): return int(tier_ledger(spec, batch, tier, **how).total)
     if (off := total(Tier.off)) <= limit: return Tier.off
@@ -234,7 +234,7 @@ def largest_batch(
     **how,             # as for `gruckpt.plan.budget.estimate`
 ) -> int:              # b such that b fits and b + 1 does not; 0 if not even 1 does
     "The largest batch that fits: the bytes are nearly linear in it, so a line is drawn and corrected"
-    limit = _limit(limit)
+    limit = limit_bytes(limit)
     def total(b): return int(tier_ledger(spec, b, tier, **how).total)
     points = [(1, total(1))]
     while (at := _next(points, limit)) is not None: points.append((at, total(at)))

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from ..engine.recurrent import _Drop, _mixed
-from ..engine.scan import _autocast_of, is_plain
+from ..engine.recurrent import DropoutMask, mixed_seed
+from ..engine.scan import autocast_now, is_plain
 
 # %% ../../nbs/tft/03_vsn.ipynb #d5afac2f
 class _Again(torch.autograd.Function):
@@ -26,7 +26,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx, fn, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.fn, ctx.autocast = fn, _autocast_of({t.device.type for t in tensors})
+        ctx.fn, ctx.autocast = fn, autocast_now({t.device.type for t in tensors})
         ctx.save_for_backward(*tensors)
         return fn(*[t.detach() for t in tensors])
 
@@ -58,7 +58,7 @@ def again(
 # %% ../../nbs/tft/03_vsn.ipynb #1dd9bb7d
 EPS = 1e-3
 
-def _scale(x:torch.Tensor, drop:_Drop) -> torch.Tensor:
+def _scale(x:torch.Tensor, drop:DropoutMask) -> torch.Tensor:
     return drop.scale(0, torch.empty_like(x, memory_format=torch.contiguous_format)[None])[0]
 
 class _Dropout(torch.autograd.Function):
@@ -71,7 +71,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d): return d * _scale(d, ctx.drop), None
 
-def _dropped(x:torch.Tensor, drop:_Drop|None) -> torch.Tensor:
+def _dropped(x:torch.Tensor, drop:DropoutMask|None) -> torch.Tensor:
     "`x` with dropout, or as it is"
     return x if drop is None else _Dropout.apply(x, drop)
 
@@ -88,7 +88,7 @@ class Gate(nn.Module):
     def forward(self,
         x:torch.Tensor,         # ... x n_in
         skip:torch.Tensor,      # ... x width
-        drop:_Drop|None=None,   # dropout of `x`
+        drop:DropoutMask|None=None,   # dropout of `x`
     ) -> torch.Tensor:          # ... x width
         "The first half of the linear map is the value, the second its gate"
         return self.norm(F.glu(self.lin(_dropped(x, drop)), -1) + skip)
@@ -111,7 +111,7 @@ class GRN(nn.Module):
     def forward(self,
         a:torch.Tensor,               # ... x H
         c:torch.Tensor|None=None,     # context, broadcast against `a`
-        drop:_Drop|None=None,         # dropout
+        drop:DropoutMask|None=None,         # dropout
     ) -> torch.Tensor:                # ... x n_out
         "LN(skip(a) + GLU(W1 ELU(W2 a + W3 c)))"
         pre = self.first(a) if c is None else self.first(a) + self.context(c)
@@ -189,7 +189,7 @@ def _first(o:_Embedded|_Folded) -> tuple:
 
 # %% ../../nbs/tft/03_vsn.ipynb #040648b6
 def _masks(
-    drop:_Drop,            # dropout
+    drop:DropoutMask,            # dropout
     v:int,                 # number of the first variable
     like:torch.Tensor,     # G x N x H
 ) -> torch.Tensor:         # 0 or 1/(1-p), in the form of `like`
@@ -198,7 +198,7 @@ def _masks(
     bits = torch.empty(len(like), -(-n // 4), dtype=torch.int64, device=like.device)
     g = torch.Generator(like.device)
     for i, row in enumerate(bits.unbind()):
-        g.manual_seed(_mixed(drop.seed, drop.layer, drop.start + v + i) & 0xFFFFFFFF)
+        g.manual_seed(mixed_seed(drop.seed, drop.layer, drop.start + v + i) & 0xFFFFFFFF)
         row.random_(-2**63, None, generator=g)
     kept = (bits.view(torch.int16)[:, :n] >= cut - 2**15).view(like.shape)
     return torch.mul(kept, 2**16 / (2**16 - cut), out=torch.empty_like(like))
@@ -207,7 +207,7 @@ def _masks(
 def _advance(
     inputs,              # `_Folded` or `_Embedded`, of the group
     w:VarWeights,        # of the group
-    drop:_Drop|None,     # dropout; a variable has a mask of its own
+    drop:DropoutMask|None,     # dropout; a variable has a mask of its own
     v:int,               # number of the group's first variable
 ) -> tuple:              # (ELU, dropped, mask or None, gate's input, normed, 1/deviation)
     "The networks of a group, up to the norm's gain"
@@ -265,7 +265,7 @@ class _Job:
     "What the node does"
     kind: type              # `_Folded` or `_Embedded`
     groups: tuple           # (start, stop) of each
-    drop: _Drop|None
+    drop: DropoutMask|None
     keep: bool              # hold on to what `_advance` returned?
     dtype: torch.dtype      # of the arithmetic
 
@@ -346,7 +346,7 @@ def _arithmetic(weight:torch.Tensor) -> torch.dtype:
     if weight.dtype == torch.float64 or not torch.is_autocast_enabled(device): return weight.dtype
     return torch.get_autocast_dtype(device)
 
-def _plainly(inputs, s, w:VarWeights, drop:_Drop|None) -> torch.Tensor:
+def _plainly(inputs, s, w:VarWeights, drop:DropoutMask|None) -> torch.Tensor:
     "What `_Select` computes, in operations that autograd follows"
     skip, pre = _first(inputs)
     dropped = torch.baddbmm(w.second_bias[:, None], F.elu(pre), w.second.mT)
@@ -412,8 +412,8 @@ class Select(NamedTuple):
     """
     again:bool=False
     group_len:int|None=None
-    drop:_Drop|None=None
-    joint_drop:_Drop|None=None
+    drop:DropoutMask|None=None
+    joint_drop:DropoutMask|None=None
 
 _STRAIGHT = Select()
 _CELLS = 2**19    # numbers in a tensor of a group, G x N x H, that stays in a processor's cache
@@ -472,7 +472,7 @@ def _selected(vsn:VSN, reals, xi, weights_BTV, how:Select) -> torch.Tensor:
 def _one_kind(inputs, s, w, how:Select, start:int, dtype:torch.dtype) -> torch.Tensor:
     "The sum over the variables from number `start` on, N x H"
     V, N, H = s.shape[0], s.shape[1], w[-1].shape[-1]
-    drop = how.drop and _Drop(how.drop.p, how.drop.seed, how.drop.layer, start)
+    drop = how.drop and DropoutMask(how.drop.p, how.drop.seed, how.drop.layer, start)
     if is_plain(): return _plainly(inputs, s, VarWeights(*w), drop)
     groups = _groups(V, how.group_len or _default_len(N, H))
     keep = not how.again and torch.is_grad_enabled()

@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from .encoding import Parts, Table, _groups_of, cut_times, encode, fit_coding
-from .table import Series, SeriesSpec, _offset, _times, read_series
-from ..charlm.text import _check_counts, _place
+from .encoding import Parts, Table, scale_groups, cut_times, encode, fit_coding
+from .table import Series, SeriesSpec, step_offset, local_times, read_series
+from ..charlm.text import check_counts, saved_place
 
 # %% ../../nbs/tft/02_windows.ipynb #f8e07f10
 class WindowBatch(NamedTuple):
@@ -134,7 +134,7 @@ class Windows:
         stride:int=1,             # rows between the windows of a series
     ):
         min_past = lookback if min_past is None else min_past
-        _check_counts(lookback=lookback, horizon=horizon, min_past=min_past, stride=stride)
+        check_counts(lookback=lookback, horizon=horizon, min_past=min_past, stride=stride)
         if min_past > lookback:
             raise ValueError(f'min_past must be in 1..{lookback} (lookback), got {min_past}')
         self.table, self.lookback, self.horizon, self.part = table, lookback, horizon, part
@@ -176,7 +176,7 @@ def _back(windows:Windows, values:torch.Tensor) -> torch.Tensor:
     "Scaled values of all windows in the unit of the target, float64"
     series, coding = windows.table.series, windows.table.coding
     of = np.searchsorted(series.first, windows.origins.numpy(), 'right') - 1
-    group, shape = _groups_of(series, coding)[of], (-1, *(1,) * (values.ndim - 1))
+    group, shape = scale_groups(series, coding)[of], (-1, *(1,) * (values.ndim - 1))
     scales = (torch.tensor(o, dtype=torch.double) for o in (coding.means, coding.scales))
     mean, scale = (o[group, 0].view(shape) for o in scales)
     return values.double() * scale + mean
@@ -189,7 +189,7 @@ def _labels(windows:Windows, index:torch.Tensor) -> pd.DataFrame:
     of = series.series_of[rows]
     ids = {c: [series.keys[i][k] for i in of] for k, c in enumerate(spec.ids)}
     return pd.DataFrame({'window': np.repeat(index.numpy(), windows.horizon), **ids,
-                         spec.time: _times(series.stamps[rows], series.zone),
+                         spec.time: local_times(series.stamps[rows], series.zone),
                          'ahead': np.tile(np.arange(1, windows.horizon + 1), len(index)),
                          spec.target: series.reals[spec.target][rows]})
 
@@ -210,8 +210,8 @@ def extended(
     if spec.step in (None, 'row'):
         raise ValueError(f'the data lack the stamps of the horizon, and step={spec.step!r} says none; set it')
     for at, n in zip(series.first[1:] - 1, np.maximum(need, 0), strict=True):
-        begin = _times(series.stamps[[at]], series.zone)[0]
-        nexts = accumulate(range(n), lambda t, _: t + _offset(spec.step), initial=begin)
+        begin = local_times(series.stamps[[at]], series.zone)[0]
+        nexts = accumulate(range(n), lambda t, _: t + step_offset(spec.step), initial=begin)
         parts.append(np.array([t.as_unit('ns').value for t in nexts][1:], np.int64))
     return _with_rows(series, parts)
 
@@ -237,7 +237,7 @@ class WindowStream:
         rank:int=0,        # this process, 0..world_size-1
         world_size:int=1,  # processes that share the joined batch
     ):
-        _check_counts(batch_size=batch_size, world_size=world_size)
+        check_counts(batch_size=batch_size, world_size=world_size)
         if rank not in range(world_size):
             raise ValueError(f'rank must be in 0..{world_size - 1} (world_size {world_size}), got {rank!r}')
         self.windows, self.n_rows, self.seed = windows, batch_size * world_size, seed
@@ -280,7 +280,7 @@ def _identity(stream:WindowStream) -> dict:
 
 def _restore(stream:WindowStream, state:dict):
     "Put the stream at a saved position, if it reads the same windows in the same way"
-    stream.epoch, stream.step = _place(state, _identity(stream), 'step', len(stream))
+    stream.epoch, stream.step = saved_place(state, _identity(stream), 'step', len(stream))
 
 # %% ../../nbs/tft/02_windows.ipynb #9a493def
 def bar_features(

@@ -9,7 +9,7 @@ __all__ = ['TrainConfig', 'StepRecord']
 import math
 from dataclasses import dataclass
 
-from .schedule import _check, _number, _whole
+from .schedule import check_field, is_number, is_whole
 from .optimizer_step import PRECISIONS
 
 # %% ../../nbs/training/04_config.ipynb #c81f5a0b
@@ -70,20 +70,20 @@ def _check_config(config:TrainConfig):
     "Raise a `ValueError` that names the first field which is wrong"
     o = config
     for name in ('decay_steps', 'accumulate'):
-        _check(name, n := getattr(o, name), _whole(n) and n >= 1, 'an integer from 1 on')
+        check_field(name, n := getattr(o, name), is_whole(n) and n >= 1, 'an integer from 1 on')
     for name in ('max_steps', 'max_epochs', 'eval_every', 'measure_every', 'halt_after', 'max_skipped'):
         n = getattr(o, name)
-        _check(name, n, n is None or _whole(n) and n >= 1, 'an integer from 1 on, or None')
+        check_field(name, n, n is None or is_whole(n) and n >= 1, 'an integer from 1 on, or None')
     if o.max_steps is None and o.max_epochs is None:
         raise ValueError('max_steps or max_epochs must be given: nothing says where the run stops')
-    _check('lr', o.lr, _number(o.lr) and 0 < o.lr < math.inf, 'a number above 0')
-    _check('warmup', o.warmup, _whole(o.warmup) and 0 <= o.warmup < o.decay_steps,
+    check_field('lr', o.lr, is_number(o.lr) and 0 < o.lr < math.inf, 'a number above 0')
+    check_field('warmup', o.warmup, is_whole(o.warmup) and 0 <= o.warmup < o.decay_steps,
            f'an integer in 0..{o.decay_steps - 1} (below decay_steps: the rate rises, then falls)')
-    _check('lr_floor', o.lr_floor, _number(o.lr_floor) and 0 <= o.lr_floor <= 1, 'a share in 0..1')
+    check_field('lr_floor', o.lr_floor, is_number(o.lr_floor) and 0 <= o.lr_floor <= 1, 'a share in 0..1')
     decay, clip = o.weight_decay, o.clip
-    _check('weight_decay', decay, _number(decay) and 0 <= decay < math.inf, 'a number from 0 on')
-    _check('clip', clip, clip is None or _number(clip) and clip > 0, 'a number above 0, or None for never')
-    _check('precision', o.precision, o.precision in PRECISIONS, f'one of {", ".join(PRECISIONS)}')
+    check_field('weight_decay', decay, is_number(decay) and 0 <= decay < math.inf, 'a number from 0 on')
+    check_field('clip', clip, clip is None or is_number(clip) and clip > 0, 'a number above 0, or None for never')
+    check_field('precision', o.precision, o.precision in PRECISIONS, f'one of {", ".join(PRECISIONS)}')
 
 # %% ../../nbs/training/04_config.ipynb #7292dd05
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from .checkpoint_files import (TensorBoard, Telemetry, save_checkpoint, whole_ar
                                                write_history)
 from .evaluation import evaluate, is_best
 from .config import StepRecord, TrainConfig
-from .schedule import _check, _whole
+from .schedule import check_field, is_whole
 from .trainer import Diverged, Trainer
 
 # %% ../../nbs/training/07_sessions.ipynb #7d4bf504
@@ -64,7 +64,7 @@ def session(
 ) -> Iterator[StepRecord]:
     "Train in a folder: the records, with tables and checkpoints written as they come"
     for name, n in ('save_every', 1 if save_every is None else save_every), ('keep', keep):
-        _check(name, n, _whole(n) and n >= 1, 'an integer from 1 on')
+        check_field(name, n, is_whole(n) and n >= 1, 'an integer from 1 on')
     folder = Path(folder)
     if trainer.step == 0: _refuse_other_run(folder)
     return _session(trainer, _Files(trainer, folder, keep, tensorboard), save_every, one_epoch)
