@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['NAMES', 'MODULE_OF', 'ROOMS', 'attribute', 'listed']
 
-# %% ../nbs/00_front_door.ipynb #a1eb39ca
+# %% ../nbs/00_front_door.ipynb #174f8f8b
 import sys
 from importlib import import_module
 
-# %% ../nbs/00_front_door.ipynb #b5b03f25
+# %% ../nbs/00_front_door.ipynb #87372235
 NAMES = {
     'measure.meter': 'Meter gpu_state human nbytes parse_bytes shadow timed',
     'plan.segment': 'Plan frontier lower_bound replay',
@@ -39,7 +39,7 @@ NAMES = {
 MODULE_OF = {name: module for module, names in NAMES.items() for name in names.split()}
 ROOMS = tuple(dict.fromkeys(module.partition('.')[0] for module in NAMES)) + ('commands',)
 
-# %% ../nbs/00_front_door.ipynb #96040e84
+# %% ../nbs/00_front_door.ipynb #a3f2ca68
 def attribute(
     name:str,   # what was asked of the package
 ):              # the value, or the room

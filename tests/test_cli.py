@@ -24,7 +24,8 @@ def starter(folder):
     "A function that starts a command in a folder, and waits for it unless told otherwise."
     (folder/'text.txt').write_text(TEXT)
     def start(*args, wait=True, code=None):
-        command = [sys.executable, *(('-c', code) if code else ('-m', 'gruckpt.commands.cli')), *map(str, args)]
+        run = ('-c', code) if code else ('-m', 'gruckpt.commands.cli')
+        command = [sys.executable, *run, *map(str, args)]
         p = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if not wait: return p
         out, err = p.communicate(timeout=120)

@@ -140,7 +140,7 @@ def test_export_is_fresh(tmp_path, monkeypatch):
         (nbs/name).write_bytes((NBS/name).read_bytes())
         nb_export(nbs/name, new)
     files = {m: m.replace('.', '/') + '.py' for m in MODULES}
-    bad = [m for m, f in files.items() if (new/f).read_text(encoding='utf-8') != (LIB/f).read_text(encoding='utf-8')]
+    bad = [m for m, f in files.items() if (new/f).read_bytes() != (LIB/f).read_bytes()]
     assert not bad, f'{bad}: not what the notebook exports; run nbdev_export'
     assert f"__version__ = \"{CFG.version}\"" in (LIB/'__init__.py').read_text(encoding='utf-8')
 
@@ -170,7 +170,7 @@ def test_arrows_point_down(module):
 def defined_in(module):
     "Names that a module itself defines at its top level."
     tops = [o for c in exported(module) for o in parsed(c.source).body]
-    names = {n.id for o in tops for n in ast.walk(o) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names = {o.id for t in tops for o in ast.walk(t) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}
     return names | {o.name for o in tops if isinstance(o, ast.FunctionDef | ast.ClassDef)}
 
 
@@ -187,7 +187,7 @@ def packages(key):
     return {'pynvml' if o == 'nvidia-ml-py' else o.replace('-', '_') for o in dists}
 
 
-EXTRAS = {'bench.rnn': 'bench', 'bench.tft': 'peers'}      # module → extra that it may import inside functions
+EXTRAS = {'bench.rnn': 'bench', 'bench.tft': 'peers'}    # module → extra that it may import in functions
 
 
 @every_module
@@ -313,9 +313,10 @@ def parameters(f):
 
 
 def uncommented(f, lines):
-    "Parameters without a comment on their line (docments)."
-    named = [p for p in parameters(f) if p.arg not in ('self', 'cls')]
-    return [p.arg for p in named if '#' not in lines[p.end_lineno - 1][p.end_col_offset:]]
+    "Parameters without a comment on their line (docments); an option of a command has its `help`."
+    named = [p for p in parameters(f) if p.arg not in ('self', 'cls', 'ctx')]
+    helped = [p for p in named if p.annotation and 'help=' in ast.unparse(p.annotation)]
+    return [p.arg for p in named if p not in helped and '#' not in lines[p.end_lineno - 1][p.end_col_offset:]]
 
 
 def undocumented_class(d, lines):

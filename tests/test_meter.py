@@ -1,4 +1,4 @@
-"""gruckpt.measure.meter beyond its page: grids of operations, stand-ins for the driver and CUDA, threads, leaks."""
+"""meter beyond its page: grids of operations, stand-ins for the driver and CUDA, threads, leaks."""
 import functools, gc, threading, types, warnings, weakref
 from dataclasses import dataclass
 

@@ -62,7 +62,11 @@ class _Size:
     @property
     def plan(self) -> Plan: return Plan.split(self.n_steps, self.n_segments)
 
-def check_at_least_1(name:str, n):
+def check_at_least_1(
+    name:str,   # of the argument
+    n,          # what came
+):
+    "ValueError unless `n` is an integer of at least 1"
     if type(n) is not int or n < 1: raise ValueError(f'{name} must be an integer of at least 1, got {n!r}')
 
 # %% ../../nbs/bench/00_rnn.ipynb #d4403cf5
@@ -267,7 +271,9 @@ def _peak(run:Callable, device:str) -> int:
     return meter.peak - meter.start
 
 @contextmanager
-def using_threads(n:int|None):
+def using_threads(
+    n:int|None,    # threads of torch; None leaves them
+):
     "Inside, torch works on `n` threads; None changes nothing"
     before = torch.get_num_threads()
     if n is not None: torch.set_num_threads(n)

@@ -45,7 +45,9 @@ def _points(text:str) -> np.ndarray:
     return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), dtype='<u4')
 
 # %% ../../nbs/charlm/00_text.ipynb #a19c1d0c
-def narrowest_int(n:int) -> torch.dtype:
+def narrowest_int(
+    n:int,    # ids
+) -> torch.dtype:
     "The smallest type that holds the ids 0..n-1"
     return next(d for d in (torch.uint8, torch.int16, torch.int32) if n - 1 <= torch.iinfo(d).max)
 
@@ -195,8 +197,10 @@ def _check_ids(ids:torch.Tensor, needed:int, why:str):
                          'take a longer text, fewer rows or a shorter window')
 
 
-def check_counts(**counts):
-    "Is each of these an integer from 1 on?"
+def check_counts(
+    **counts,    # by name
+):
+    "ValueError unless each of these is an integer from 1 on"
     for name, n in counts.items():
         if type(n) is not int or n < 1: raise ValueError(f'{name} must be an integer from 1 on, got {n!r}')
 

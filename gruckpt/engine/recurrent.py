@@ -331,7 +331,12 @@ def _normed(x, gain):
     return _Normed.apply(x, gain)
 
 # %% ../../nbs/engine/03_recurrent.ipynb #5c248fc3
-def layer_weights(rnn:_Recurrent, k:int, d:int, x_gain) -> list:
+def layer_weights(
+    rnn:_Recurrent,   # the module
+    k:int,            # layer
+    d:int,            # direction: 0, or 1 against the order of time
+    x_gain,           # gain of an RMSNorm on the input, or None
+) -> list:
     "The tensors of `CellWeights` for layer k, direction d"
     def get(name): return getattr(rnn, parameter_name(name, k, d), None)
     return [get('weight_ih'), get('weight_hh'), get('bias_ih'), get('bias_hh'),
@@ -579,7 +584,7 @@ def convert(
     named = model.named_modules(remove_duplicate=False)
     found = {name: m for name, m in named if type(m) in (nn.GRU, nn.LSTM)}
     if '' in found:
-        raise ValueError('model is itself a recurrent layer; build gruckpt.engine.recurrent.GRU or LSTM, or wrap it')
+        raise ValueError('model is itself a recurrent layer; build gruckpt.GRU or gruckpt.LSTM, or wrap it')
     if not found:
         kinds = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(f'no nn.GRU or nn.LSTM in the model; it holds {", ".join(kinds)}')
@@ -650,12 +655,18 @@ def _casts(o:LayerBytes) -> int:
     D, I = o.width, o.n_in
     return 0 if o.item == o.item_w else o.item * (3*D*I + 3*D*D + 6*D + o.normed*D + o.x_normed*I)
 
-def norm_scratch(o:LayerBytes, n):
+def norm_scratch(
+    o:LayerBytes,   # the layer
+    n,              # steps
+):                  # bytes
     "Squares of a chunk's input in float32 or better, and their mean"
     wide, c = max(o.item, 4), o.chunk(n) * o.batch
     return c * (o.n_in + 1) * wide if o.item == wide else 2 * c * o.n_in * wide
 
-def norm_back_scratch(o:LayerBytes, n):
+def norm_back_scratch(
+    o:LayerBytes,   # the layer
+    n,              # steps
+):                  # bytes
     "1/rms, the unscaled rows, their product with the gradient, and its sums of either kind"
     c = o.chunk(n) * o.batch
     sums = np.maximum(o.x_trained * o.n_in * max(o.item_w, 4), c * o.item)

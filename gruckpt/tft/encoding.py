@@ -162,7 +162,10 @@ def _scaled(column:str, series:Series, coding:Coding) -> np.ndarray:
     return np.nan_to_num((_filled(series.reals[column], series) - mean) / scale)
 
 
-def scale_groups(series:Series, coding:Coding) -> np.ndarray:
+def scale_groups(
+    series:Series,    # to be encoded
+    coding:Coding,    # as the training part taught it
+) -> np.ndarray:
     "Row of the scales, of each series"
     if not coding.groups: return np.zeros(len(series.keys), np.int64)
     rows = {g: i for i, g in enumerate(coding.groups)}

@@ -128,7 +128,9 @@ def _spec_of(cls:type, values:dict) -> SeriesSpec:
     return cls(**{k: tuple(v) if k in _TUPLES and isinstance(v, list) else v for k, v in values.items()})
 
 
-def step_offset(step:str):
+def step_offset(
+    step:str,   # such as '15min' or 'MS'
+):
     "The step as pandas adds it"
     try: return pd.tseries.frequencies.to_offset(step)
     except ValueError as e:
@@ -314,7 +316,10 @@ class Series:
     def show(self, row:int) -> str: return str(local_times(self.stamps[[row]], self.zone)[0])
 
 
-def local_times(stamps:np.ndarray, zone:str|None) -> pd.DatetimeIndex:
+def local_times(
+    stamps:np.ndarray,   # nanoseconds since 1970, UTC if there is a zone
+    zone:str|None,       # name of a time zone
+) -> pd.DatetimeIndex:
     "Stamps as pandas shows them, in their zone"
     times = pd.DatetimeIndex(np.asarray(stamps).astype('M8[ns]'))
     return times if zone is None else times.tz_localize('UTC').tz_convert(zone)

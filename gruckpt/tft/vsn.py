@@ -43,7 +43,7 @@ class _Again(torch.autograd.Function):
 
 def _refuse_second():
     if torch.is_grad_enabled():
-        raise RuntimeError('second derivatives do not pass through a recomputation; use gruckpt.engine.scan.plain()')
+        raise RuntimeError('second derivatives do not pass through a recomputation; use gruckpt.plain()')
 
 # %% ../../nbs/tft/03_vsn.ipynb #06c69c36
 def again(

@@ -82,7 +82,8 @@ def _check_config(config:TrainConfig):
     check_field('lr_floor', o.lr_floor, is_number(o.lr_floor) and 0 <= o.lr_floor <= 1, 'a share in 0..1')
     decay, clip = o.weight_decay, o.clip
     check_field('weight_decay', decay, is_number(decay) and 0 <= decay < math.inf, 'a number from 0 on')
-    check_field('clip', clip, clip is None or is_number(clip) and clip > 0, 'a number above 0, or None for never')
+    check_field('clip', clip, clip is None or is_number(clip) and clip > 0,
+                'a number above 0, or None for never')
     check_field('precision', o.precision, o.precision in PRECISIONS, f'one of {", ".join(PRECISIONS)}')
 
 # %% ../../nbs/training/04_config.ipynb #7292dd05

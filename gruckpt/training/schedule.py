@@ -21,8 +21,17 @@ def check_field(
     "Raise a `ValueError` of one line unless `ok`"
     if not ok: raise ValueError(f'{name} must be {allowed}, got {value!r}')
 
-def is_whole(value) -> bool: return type(value) is int
-def is_number(value) -> bool: return type(value) in (int, float) and value == value   # nan is none
+def is_whole(
+    value,         # anything
+) -> bool:
+    "Is it an int, and no bool?"
+    return type(value) is int
+
+def is_number(
+    value,         # anything
+) -> bool:
+    "Is it an int or a float, and not nan?"
+    return type(value) in (int, float) and value == value
 
 # %% ../../nbs/training/00_schedule.ipynb #00115b24
 def lr_at(
