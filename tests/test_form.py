@@ -170,7 +170,8 @@ def test_arrows_point_down(module):
 def defined_in(module):
     "Names that a module itself defines at its top level."
     tops = [o for c in exported(module) for o in parsed(c.source).body]
-    names = {o.id for t in tops for o in ast.walk(t) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}
+    inside = [o for t in tops for o in ast.walk(t)]
+    names = {o.id for o in inside if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}
     return names | {o.name for o in tops if isinstance(o, ast.FunctionDef | ast.ClassDef)}
 
 
