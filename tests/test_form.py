@@ -1,6 +1,8 @@
 """The form of the notebooks: what style.md asks of every page, held by a test. A failure names the cell."""
 import ast
+import builtins
 import json
+import keyword
 import re
 import shlex
 import sys
@@ -380,3 +382,34 @@ def test_no_path_of_a_machine(name):
     path = re.compile(r'(?<![\w.-])/(?:work|farm|root|tmp|home|Users)/')
     bad = [c.where for c in cells(name) if path.search(c.source) or path.search(shown(c))]
     assert not bad, f'{bad}: names a folder of one machine'
+
+
+@cache
+def known_words():
+    "Every identifier of every code cell, of the tests and tools, of Python, and words of the strings there."
+    sources = [c.source for n in NAMES for c in code(n)]
+    words = {*dir(builtins), *keyword.kwlist, *sys.stdlib_module_names, LIB.name, *MODULES, *ROOMS, 'self',
+             *(m.rpartition('.')[2] for m in MODULES)}
+    for s in sources: words |= set(re.findall(r'[A-Za-z_]\w*', s))
+    files = *(ROOT/'tests').rglob('*.py'), *(ROOT/'tools').glob('*.py'), ROOT/'Makefile', ROOT/'settings.ini'
+    for f in files:
+        words |= set(re.findall(r'[A-Za-z_][\w-]*', f.read_text(encoding='utf-8')))
+    return words
+
+
+def exists(name):
+    "Is a dotted name one of ours, or one that torch, numpy or pandas has?"
+    if all(part in known_words() for part in name.split('.')): return True
+    root, *rest = name.replace('nn.', 'torch.nn.').split('.')
+    o = sys.modules.get({'np': 'numpy', 'pd': 'pandas'}.get(root, root))
+    for part in rest: o = getattr(o, part, None)
+    return o is not None
+
+
+@every_notebook
+def test_backticked_names_exist(name):
+    "A name in the prose is one that a reader finds: in the code, or in a library that it uses."
+    said = [(c.where, n) for c in cells(name) if c.kind == 'markdown'
+            for n in re.findall(r'`([A-Za-z_][\w.]*[A-Za-z_0-9])(?:\(\))?`', c.source)]
+    bad = [f'{where} `{n}`' for where, n in said if not exists(n)]
+    assert not bad, f'{bad}: nothing has that name'
