@@ -22,7 +22,7 @@ from .counted import moments_of, parts_of
 from .head import head_loss
 from .recurrent import GRU, _cast, _Drop, _Job, _named, _weights_of as _tensors_of
 from .sampling import Sampling, Tape, _check_p, draw_tape
-from .scan import scan_segments
+from .scan import scan_segments, uncompiled
 from .segment import Plan
 from .text import _narrowest
 
@@ -341,6 +341,7 @@ def _loss(model:_Layers, batch, state, plan:Plan|None, p:float, sampling:Samplin
 # %% ../nbs/12_lm.ipynb #e1fbcf53
 class GRULM(_Layers):
     "Character language model of GRU layers, trained by segments of time"
+    @uncompiled
     def loss(self,
         batch,                    # has `inputs` and `targets`, integer ids B x T
         state=None,               # from the batch before, or `init_state`; None is empty
@@ -351,6 +352,7 @@ class GRULM(_Layers):
         "Loss of a batch, taken segment by segment"
         return _loss(self, batch, state, plan, teacher_forcing, sampling)
 
+    @uncompiled
     def score(self,
         batch,                   # has `inputs` and `targets`, integer ids B x T
         state=None,              # from the batch before; None is empty
@@ -360,6 +362,7 @@ class GRULM(_Layers):
         "What evaluation sums up, without a graph and without dropout"
         return _score(self, batch, state, plan, free_running)
 
+    @uncompiled
     def generate(self,
         prompt_ids:torch.Tensor, # ids of the text to go on from, at least one
         n_chars:int,             # characters to add, 0 or more

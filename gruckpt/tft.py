@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from .recurrent import LSTM, _Drop
+from .scan import uncompiled
 from .series import WindowBatch
 from .vsn import GRN, VSN, Gate, Select, module_again
 
@@ -418,6 +419,7 @@ class TFT(nn.Module):
         self.positionwise, self.last_gate = GRN(H, **factory), Gate(H, H, **factory)
         self.head = nn.Linear(H, len(spec.quantiles), **factory)
 
+    @uncompiled
     def forward(self,
         batch:WindowBatch,         # or anything with these attributes
         *, tier:Tier|None=None,    # None: `self.tier`
@@ -425,6 +427,7 @@ class TFT(nn.Module):
         "Quantiles of every step of the horizon, and what they were made of"
         return _forward(self, batch, self.tier if tier is None else tier)
 
+    @uncompiled
     def loss(self,
         batch:WindowBatch,         # with `target` and `mask`
         state=None,                # there is none to carry
