@@ -288,10 +288,17 @@ class DoesNotFit(ValueError):
 def _no_fit(o:DoesNotFit, batch:int, n_steps:int) -> str:
     "One line: what is needed, what binds, what would fit"
     (term, n), plan = next(iter(o.ledger.terms.items())), o.plan
-    would = '; '.join(f'{name} {value}' for name, value in o.changes.items()) or 'no single change'
+    changes = o.changes | ({'batch': _fewer_rows(batch, o.changes['batch'])} if 'batch' in o.changes else {})
+    would = '; '.join(f'{name} {value}' for name, value in changes.items()) or 'no single change'
     return (f'no plan for batch {batch} and {n_steps} steps fits in {human(o.limit)}: the smallest, '
             f'{plan.n_segments} segment(s) of {plan.seg_len}, needs {human(int(o.ledger.total))}, most of it '
             f'{term} ({human(int(n))}), and more segments do not help; would fit: {would}')
+
+def _fewer_rows(batch:int, most:int) -> str:
+    "A smaller batch in words: what it changes, and what keeps the rows of an update"
+    part = max(n for n in range(1, most + 1) if batch % n == 0)
+    return (f'{most} (an update then has fewer rows, as batch times accumulation shrinks; {part} with '
+            f'{batch // part} times the accumulation keeps them)')
 
 # %% ../nbs/08_budget.ipynb #df7fd9e9
 _MOST = 2**24    # where a search ends

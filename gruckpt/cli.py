@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from .shell import call, ending, refusing, say
+from .shell import call, check_bytes, check_threads, ending, refusing, say
 from .train_lm import _train_lm_command
 from .train_tft import _backtest_command, _forecast_command, _train_tft_command
 
@@ -121,6 +121,7 @@ def _question(
     from gruckpt.meter import parse_bytes
     from gruckpt.segment import Plan
     if o.gpu is not None and o.limit is not None: raise ValueError('give --gpu or --limit, not both')
+    check_bytes(o.limit, 'limit')
     if o.gpu is not None and o.gpu not in GPUS:
         raise ValueError(f'--gpu must be one of {", ".join(GPUS)}, got {o.gpu!r}; or give --limit')
     if o.gpu is None and o.limit is None and o.segments is None:
@@ -183,9 +184,10 @@ def _budget_command(ctx:typer.Context,
     as_json:Annotated[bool, Option('--json', help='for programs')] = False,
 ):
     "Will a training step fit, and if not, what would make it fit? Nothing is run."
-    with refusing(): answer = _verdict(SimpleNamespace(**ctx.params))
-    print((_as_json if as_json else _as_text)(*answer))
-    if answer[-1]: raise typer.Exit(1)
+    with ending():
+        with refusing(): answer = _verdict(SimpleNamespace(**ctx.params))
+        print((_as_json if as_json else _as_text)(*answer))
+        if answer[-1]: raise typer.Exit(1)
 
 # %% ../nbs/34_cli.ipynb #66069ad4
 bench_app = typer.Typer(help='Measure, side by side, in one run.')
@@ -213,6 +215,7 @@ def _bench_rnn_command(
     "Time and peak bytes of recurrent layers: a table, bench_rnn.csv and bench_rnn.png."
     with ending(), refusing():
         from gruckpt.bench import bench_rnn, save_bench
+        check_threads(threads)
         if not 1 <= segments <= steps:
             raise ValueError(f'--segments must be in 1..{steps} (--steps), got {segments}')
         if out.exists() and not out.is_dir():
@@ -242,6 +245,7 @@ def _bench_lm_command(
     "Time and peak bytes of a language model's step, bare and by the trainer: bench_lm.csv, bench_lm.png."
     with ending(), refusing():
         from gruckpt.bench import bench_lm, save_bench
+        check_threads(threads)
         if not 1 <= segments <= steps:
             raise ValueError(f'--segments must be in 1..{steps} (--steps), got {segments}')
         if out.exists() and not out.is_dir():
@@ -268,6 +272,7 @@ def _bench_tft_command(
     "Time and kept bytes of a transformer's step, ours by tier and other libraries' if they are there."
     with ending(), refusing():
         from gruckpt.peers import bench_tft
+        check_threads(threads)
         if out.exists() and not out.is_dir():
             raise ValueError(f'--out must be a folder, and {str(out)!r} is a file')
         table = bench_tft(batch, static, observed, known, hidden, lookback, horizon, repeats, threads)

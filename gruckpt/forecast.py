@@ -69,7 +69,8 @@ def setup_of(
 ) -> Setup:
     "Cut series by time and learn scales and categories from the training part"
     parts = cut_times(series, valid, test)
-    return Setup(fit_coding(series, parts), lookback, horizon, min_past or lookback, parts)
+    if min_past is None: min_past = lookback
+    return Setup(fit_coding(series, parts), lookback, horizon, min_past, parts)
 
 
 def tft_spec(
@@ -266,7 +267,7 @@ def backtest(
     windows, train = run.setup.windows(series, part, stride), run.setup.windows(series, 'train')
     all_quantiles = {'tft': windows.unscaled(predict(run.model, windows, batch_size)),
                      'last value': naive(windows, train, run.levels)}
-    season = season or _day(run.setup)
+    if season is None: season = _day(run.setup)
     if season is not None: all_quantiles['seasonal naive'] = naive(windows, train, run.levels, season)
     return pd.concat([_rows(windows, q, run.levels).assign(model=name) for name, q in all_quantiles.items()],
                      ignore_index=True)

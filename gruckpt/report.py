@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from .files import load_checkpoint, write_whole
+from .files import checkpoints, load_checkpoint, write_whole
 from .meter import human
 from .schedule import data_gap, read_curve
 
@@ -51,7 +51,7 @@ def read_run(
 ) -> Run:
     "Read what there is; ValueError if the folder has no run"
     folder = Path(folder)
-    state = load_checkpoint(folder).state if any(folder.glob('step-*.pt')) else {}
+    state = load_checkpoint(folder).state if checkpoints(folder) else {}
     return Run(folder, *read_tables(folder), state)
 
 def read_tables(

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .budget import DoesNotFit, Ledger, _limit, estimate
+from .budget import DoesNotFit, Ledger, _fewer_rows, _limit, estimate
 from .meter import Meter, human, nbytes, shadow
 from .series import WindowBatch
 from .tft import LAYERS, TFT, TFTSpec, Tier
@@ -199,8 +199,12 @@ def _refuse_scores(spec:TFTSpec, batch:int, limit:int):
     most = limit // (_SCORES * score_bytes(spec, 1, 2))
     raise TierDoesNotFit(f'attention over {spec.horizon} steps does not fit in {human(limit)}: the scores of '
                          f'batch {batch} and {spec.heads} head(s) take {human(n)} even in 16 bits, in every '
-                         f'tier; shorten the horizon, or take batch {most}', limit, None,
-                         {'batch': most})
+                         f'tier; shorten the horizon, or take {_smaller(batch, most)}', limit, None,
+                         {'batch': most} if most else {})
+
+def _smaller(batch:int, most:int) -> str:
+    "What else would fit, in words"
+    return f'batch {_fewer_rows(batch, most)}' if most else 'a smaller model, or a larger limit'
 
 def fit_tier(
     spec:TFTSpec,      # form of the model
@@ -221,10 +225,9 @@ def fit_tier(
     if total(smallest := Tier(LAYERS, n_groups=spec.n_past)) <= limit: return smallest
     ledger, most = tier_ledger(spec, batch, smallest, **how), largest_batch(spec, smallest, limit, **how)
     (term, n), changes = next(iter(ledger.terms.items())), {'batch': most} if most else {}
-    would = f'batch {most}' if most else 'a tinyer model, or a larger limit'
     raise TierDoesNotFit(f'no tier for batch {batch} fits in {human(limit)}: the smallest, {smallest}, '
                          f'needs {human(int(ledger.total))}, most of it {term} ({human(int(n))}); '
-                         f'would fit: {would}', limit, ledger, changes)
+                         f'would fit: {_smaller(batch, most)}', limit, ledger, changes)
 
 # %% ../nbs/18_tiers.ipynb #78ca3ab8
 def largest_batch(

@@ -6,11 +6,13 @@
 __all__ = ['session']
 
 # %% ../nbs/26_train.ipynb #b0f97232
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .files import TensorBoard, Telemetry, save_checkpoint, whole_archive, write_history
+from .files import (FolderLock, TensorBoard, Telemetry, _summary_writer, checkpoints, save_checkpoint,
+                          whole_archive, write_history)
 from .judge import evaluate, is_best
+from .parallel import all_or_none, check_same
 from .records import StepRecord, TrainConfig
 from .schedule import _check, _whole
 from .trainer import Diverged, Trainer
@@ -20,39 +22,74 @@ class _Files:
     "What a session writes; nothing on other ranks than 0"
     def __init__(self, trainer:Trainer, folder:Path, keep:int, tensorboard:bool):
         self.o, self.folder, self.keep, self.logs, self.saved = trainer, folder, keep, [], trainer.step
+        self.lock, self.error = None, None
         if trainer.world.rank: return
-        step = trainer.step
-        if tensorboard: self.logs.append(TensorBoard(folder/'tensorboard', step))
+        if tensorboard: _summary_writer()                          # raises before a folder is made
         folder.mkdir(parents=True, exist_ok=True)
-        if step == 0: save_checkpoint(folder, trainer.state_dict(), keep)
-        self.logs.insert(0, Telemetry(folder/'telemetry.csv', StepRecord, step))
-        if trainer.history: write_history(folder/'history.csv', trainer.history)
-        else: (folder/'history.csv').unlink(missing_ok=True)       # of evaluations that will be done again
+        self.lock = FolderLock(folder)
+        try: _open(self, tensorboard)
+        except BaseException:
+            self.close()
+            raise
+
+    def _try(self, write:Callable, *args, **kw):
+        "Write, if this is the rank that does; what the disk refuses is kept, and stops all ranks"
+        if not self.logs or self.error is not None: return
+        try: write(*args, **kw)
+        except OSError as e:
+            self.error = e
+            self.o.stop()
 
     def write(self, record:StepRecord):
         "A row, and what an evaluation brings"
-        for log in self.logs: log.write(record)
+        for log in self.logs: self._try(log.write, record)
         if record.judged is None: return
-        best, writes = is_best(self.o.history), bool(self.logs)
-        if writes: write_history(self.folder/'history.csv', self.o.history)
-        if not best: return
-        state = self.o.state_dict()                            # of several processes all are asked
-        if writes: save_checkpoint(self.folder, state, best=True)
+        self._try(write_history, self.folder/'history.csv', self.o.history)
+        if not is_best(self.o.history): return
+        self._try(save_checkpoint, self.folder, self.o.state_dict(), best=True)   # all ranks are asked
 
     def save(self):
         "A checkpoint, after the rows that lead up to it"
-        state, self.saved = self.o.state_dict(), self.o.step
-        if not self.logs: return
-        self.logs[0].sync()
-        save_checkpoint(self.folder, state, self.keep)
+        state = self.o.state_dict()
+        if self.logs: self._try(self.logs[0].sync)
+        self._try(save_checkpoint, self.folder, state, self.keep)
+        if self.error is None: self.saved = self.o.step
 
-# %% ../nbs/26_train.ipynb #d85eb71c
-def _refuse_other_run(folder:Path):
-    "Raise if a new run would remove the checkpoints of one that got further than its start"
-    begun = [o.name for o in folder.glob('step-*.pt') if o.name != 'step-00000000.pt' and whole_archive(o)]
-    if begun:
-        raise ValueError(f'{str(folder)!r} has a run already ({max(begun)}); load it, or give another folder')
+    def close(self):
+        "The files, and the folder for the next session"
+        for log in self.logs: log.close()
+        if self.lock is not None: self.lock.release()
 
+# %% ../nbs/26_train.ipynb #147ec823
+def _open(files:_Files, tensorboard:bool):
+    "The files of a session whose folder is locked, as they should be at the trainer's step"
+    o, folder = files.o, files.folder
+    _refuse_other_run(folder, o.step)
+    if o.step == 0: save_checkpoint(folder, o.state_dict(), files.keep)
+    files.logs.append(Telemetry(folder/'telemetry.csv', StepRecord, o.step))
+    if tensorboard: files.logs.append(TensorBoard(folder/'tensorboard', o.step))
+    if o.history: write_history(folder/'history.csv', o.history)
+    else: (folder/'history.csv').unlink(missing_ok=True)           # of evaluations that will be done again
+
+def _refuse_other_run(
+    folder:Path,
+    step:int,      # of the trainer that wants to write there
+):
+    "Raise unless the newest whole checkpoint is the trainer's, or the folder has no run"
+    found = checkpoints(folder)
+    later = [o for o, path in found.items() if o > step and whole_archive(path)]
+    if later and step:
+        raise ValueError(f'{str(folder)!r} has a later checkpoint than the step {step} that is loaded, of '
+                         f'step {later[-1]}; load that, or move away what is to be forgotten')
+    if later:
+        raise ValueError(f'{str(folder)!r} has a run already ({found[later[-1]].name}); load it, or give '
+                         'another folder')
+    others = [o for o in ('best.pt', 'history.csv', 'telemetry.csv') if (folder/o).exists()]
+    if others and not found:
+        raise ValueError(f'{str(folder)!r} has no run, but a {others[0]}; move it away, or give another '
+                         'folder')
+
+# %% ../nbs/26_train.ipynb #9f9466e2
 def session(
     trainer:Trainer,           # new, or with a loaded state
     folder:str|Path,           # of the run, made if it is not there
@@ -64,9 +101,9 @@ def session(
     "Train in a folder: the records, with tables and checkpoints written as they come"
     for name, n in ('save_every', 1 if save_every is None else save_every), ('keep', keep):
         _check(name, n, _whole(n) and n >= 1, 'an integer from 1 on')
-    folder = Path(folder)
-    if trainer.step == 0: _refuse_other_run(folder)
-    return _session(trainer, _Files(trainer, folder, keep, tensorboard), save_every, one_epoch)
+    check_same({'step': trainer.step, 'save_every': save_every, 'one_epoch': one_epoch})
+    with all_or_none(): files = _Files(trainer, Path(folder), keep, tensorboard)
+    return _session(trainer, files, save_every, one_epoch)
 
 def _session(o:Trainer, files:_Files, save_every:int|None, one_epoch:bool) -> Iterator[StepRecord]:
     "The records of a session whose folder is ready"
@@ -76,8 +113,9 @@ def _session(o:Trainer, files:_Files, save_every:int|None, one_epoch:bool) -> It
             yield record
             if save_every and o.step % save_every == 0: files.save()
         if files.saved != o.step: files.save()
+        with all_or_none():
+            if files.error is not None: raise files.error
     except Diverged as e:
         good = files.folder/f'step-{files.saved:08}.pt'
         raise Diverged(f'{e}; the last good checkpoint is {good}') from None
-    finally:
-        for log in files.logs: log.close()
+    finally: files.close()

@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from .shell import (check_options, decay_of, ending, given, open_run, options_of, pick_device,
-                           refusing, say, start_from, train)
+from .shell import (check_bytes, check_options, check_threads, decay_of, ending, given, open_run,
+                           options_of, pick_device, refusing, say, start_from, train)
 
 # %% ../nbs/32_train_lm.ipynb #7acce309
 _PRECISIONS = {'float32': 'float32', 'float64': 'float64', 'bf16': 'bfloat16', 'fp16': 'float16',
@@ -31,6 +31,8 @@ def _check(
 ):
     "Raise a ValueError that names the option which is wrong"
     check_options(o, _CHOICES, _COUNTS)
+    check_threads(o.threads)
+    check_bytes(o.memory_limit, 'memory_limit')
     if not 1 <= o.segments <= o.steps:
         raise ValueError(f'--segments must be in 1..{o.steps} (--steps), got {o.segments}')
     if not 0 <= o.valid_share < 1:
@@ -180,6 +182,14 @@ def _go_on(
     if new_data: say('this is not the text that the run has read so far; it is read from its beginning')
 
 # %% ../nbs/32_train_lm.ipynb #4ecae493
+def _config(o:SimpleNamespace, spec):
+    "What a run does, as the options say"
+    from gruckpt.train import TrainConfig
+    return TrainConfig(
+        o.max_steps, o.lr, o.warmup, o.decay_steps, clip=_clip(o.clip, spec.n_params),
+        eval_every=o.eval_every, measure_every=o.measure_every, max_epochs=o.epochs, accumulate=o.accumulate,
+        precision=_PRECISIONS[o.precision], halt_after=o.halt_after)
+
 def _trainer(
     o:SimpleNamespace,   # options
     found,               # the run to go on with, or None
@@ -187,20 +197,20 @@ def _trainer(
 ):                       # the trainer, and lines that say what it will do
     "Everything that a session needs, made before anything is written"
     from gruckpt.meter import human
+    from gruckpt.parallel import all_or_none
     from gruckpt.text import Vocab
-    from gruckpt.train import TrainConfig, Trainer
-    known = Vocab(found.state['about']['symbols']) if found else None
-    vocab, stream, valid, lines = _streams(o, known, world)
-    knobs, model = _knobs(o), _model(o, len(vocab))
-    config = TrainConfig(
-        o.max_steps, o.lr, o.warmup, o.decay_steps, clip=_clip(o.clip, model.spec.n_params),
-        eval_every=o.eval_every, measure_every=o.measure_every, max_epochs=o.epochs, accumulate=o.accumulate,
-        precision=_PRECISIONS[o.precision], halt_after=o.halt_after)
-    plan, foretold, replan = _planned(o, model.spec, world.size)
+    from gruckpt.train import Trainer
+    with all_or_none():
+        known = Vocab(found.state['about']['symbols']) if found else None
+        vocab, stream, valid, lines = _streams(o, known, world)
+        knobs, model = _knobs(o), _model(o, len(vocab))
+        plan, foretold, replan = _planned(o, model.spec, world.size)
+        config = _config(o, model.spec)
     run = {'rows': o.batch * world.size, **{name: getattr(o, name) for name in _RUN}}
     about = {'spec': model.spec.to_dict(), 'symbols': vocab.symbols, 'run': run}
     trainer = Trainer(model, stream, config, plan, _judge(o, valid), about, foretold, replan, knobs, world)
-    if found: _go_on(trainer, found)
+    with all_or_none():
+        if found: _go_on(trainer, found)
     goal = ' or '.join([f'step {o.max_steps}'] * bool(o.max_steps) + [f'{o.epochs} epochs'] * bool(o.epochs))
     n_params, where = model.spec.n_params, f'{o.device}' + f', {world.size} processes' * (world.size > 1)
     return trainer, [
@@ -215,17 +225,18 @@ def _train_lm(
     ctx:typer.Context,   # of `train-lm`
 ):
     "Prepare, join the other processes if there are any, train"
-    with refusing():
-        from gruckpt.parallel import World, joined
-        from gruckpt.train import session
-        world, out = World.from_env(), ctx.params['out']
-        found = open_run(out, ctx.params['resume'])
-        o = _options(ctx, found, world)
-        _check(o)
-        o.device = pick_device(o.device, world)
     with ExitStack() as stack:
         with refusing():
-            stack.enter_context(joined(world, o.device.type))
+            from gruckpt.parallel import World, all_or_none, joined
+            from gruckpt.train import session
+            world, out = World.from_env(), ctx.params['out']
+            device = pick_device(ctx.params['device'], world)
+            stack.enter_context(joined(world, device.type))
+            with all_or_none():
+                found = open_run(out, ctx.params['resume'])
+                o = _options(ctx, found, world)
+                _check(o)
+                o.device = device
             trainer, lines = _trainer(o, found, world)
             records = session(trainer, out, o.save_every, o.keep, o.one_epoch_per_session, o.tensorboard)
         train(trainer, records, out, lines, o.quiet, bits=True)

@@ -7,16 +7,20 @@ __all__ = []
 
 # %% ../nbs/33_train_tft.ipynb #edb7b3e9
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
+from zlib import crc32
 
 import typer
 from typer import Option
 
 from gruckpt.shell import (
+    check_bytes,
     check_options,
+    check_threads,
     ending,
     given,
     open_run,
@@ -25,6 +29,7 @@ from gruckpt.shell import (
     pick_device,
     refusing,
     say,
+    tell,
     train,
 )
 from .train_lm import _PRECISIONS
@@ -125,8 +130,8 @@ def _levels(text:str) -> tuple[float, ...]:
 # %% ../nbs/33_train_tft.ipynb #a30effc2
 _FIXED = ('time', 'target', *_ROLES, 'calendar', 'step', 'missing', 'scale', 'time_format', 'spec',
           'lookback', 'horizon', 'min_past', 'valid_share', 'test_share')
-_COUNTS = ('epochs', 'batch_size', 'lookback', 'horizon', 'hidden', 'heads', 'accumulate', 'save_every',
-           'threads')
+_COUNTS = ('epochs', 'batch_size', 'lookback', 'horizon', 'min_past', 'hidden', 'heads', 'accumulate',
+           'decay_steps', 'patience', 'save_every', 'measure_every', 'threads')
 _TIERS = ('use_gradient_checkpointing', 'tier', 'memory_limit')
 
 
@@ -152,6 +157,8 @@ def _options(ctx:typer.Context, found) -> SimpleNamespace:
         raise ValueError(f'{" and ".join(map(option, chosen))} say the same thing twice; give one')
     o = options_of(ctx, _remembered(found.state) if found else {})
     check_options(o, {'precision': tuple(_PRECISIONS), 'device': ('auto', 'cpu', 'cuda')}, _COUNTS)
+    check_threads(o.threads)
+    check_bytes(o.memory_limit, 'memory_limit')
     if not 0 <= o.seed < 2**63: raise ValueError(f'--seed must be in 0..2^63-1, got {o.seed}')
     return o
 
@@ -205,24 +212,35 @@ def _prepared(o:SimpleNamespace, found) -> tuple:
     return series, setup_of(series, o.lookback, o.horizon, o.valid_share, o.test_share, o.min_past)
 
 # %% ../nbs/33_train_tft.ipynb #1bed3124
+def _checksum(series) -> int:
+    "CRC-32 of stamps and columns: do all processes read the same table?"
+    crc = 0
+    for o in series.stamps, *series.reals.values(), *(codes for codes, _ in series.cats.values()):
+        crc = crc32(o.tobytes(), crc)
+    return crc
+
 def _trainer(o:SimpleNamespace, found) -> tuple:
     "The trainer, and lines that say what it will do"
     import torch
     from gruckpt.forecast import tft_spec, trainer_of
     from gruckpt.meter import human
+    from gruckpt.parallel import all_or_none, check_same
     from gruckpt.train import TrainConfig
     if o.threads is not None: torch.set_num_threads(o.threads)
-    series, setup = _prepared(o, found)
+    with all_or_none(): series, setup = _prepared(o, found)
+    check_same({'rows': len(series), 'checksum': _checksum(series)})
     spec = tft_spec(setup, hidden=o.hidden, heads=o.heads, dropout=o.dropout, quantiles=_levels(o.quantiles))
     tier, peak, smaller = _tier(o, spec, found)
     n_steps = len(setup.windows(series, 'train')) // (o.batch_size * o.world.size)
-    judged, decay = setup.parts.valid_from < setup.parts.test_from, max(o.epochs * n_steps, o.warmup + 1)
-    config = TrainConfig(max_epochs=o.epochs, lr=o.lr, warmup=o.warmup, decay_steps=o.decay_steps or decay,
+    judged, decay = setup.parts.valid_from < setup.parts.test_from, o.decay_steps
+    if decay is None: decay = max(o.epochs * n_steps, o.warmup + 1)
+    config = TrainConfig(max_epochs=o.epochs, lr=o.lr, warmup=o.warmup, decay_steps=decay,
                          clip=o.clip, precision=_PRECISIONS[o.precision], accumulate=o.accumulate,
                          halt_after=o.patience if judged else None, measure_every=o.measure_every)
     trainer = trainer_of(setup, series, spec, config, o.batch_size, o.seed, tier, o.device, world=o.world,
                          peak_predicted=peak, replan=smaller if o.world.size == 1 else None)
-    if found: trainer.load_state_dict(found.state)
+    with all_or_none():
+        if found: trainer.load_state_dict(found.state)
     n = sum(p.numel() for p in trainer.model.parameters())
     return trainer, series, [
         f'data    {o.parquet_file}: {len(series):,} rows of {len(series.keys)} series', _shown(series.spec),
@@ -240,27 +258,34 @@ def _test_scores(trainer, series, out:Path):
     return scores(backtest(run, series), run.setup.coding.spec.target)
 
 
-def _run(o:SimpleNamespace, found):
+def _run(ctx:typer.Context, world, device):
     "Prepare, train and judge"
+    from gruckpt.parallel import all_or_none
+    from gruckpt.train import session
     with refusing():
+        with all_or_none():
+            out = ctx.params['out']
+            if out is None: out = Path('runs')/ctx.params['parquet_file'].stem
+            found = open_run(out, ctx.params['resume'])
+            o = _options(ctx, found)
+            o.out, o.world, o.device = out, world, device
         trainer, series, lines = _trainer(o, found)
-        from gruckpt.train import session
-        records = session(trainer, o.out, o.save_every or len(trainer.stream))
-    train(trainer, records, o.out, lines, o.quiet)
-    if o.quiet or o.world.rank: return
-    if (table := _test_scores(trainer, series, o.out)) is not None: typer.echo(table.round(4).to_string())
+        save_every = len(trainer.stream) if o.save_every is None else o.save_every
+        records = session(trainer, out, save_every)
+    train(trainer, records, out, lines, o.quiet)
+    if o.quiet or world.rank: return
+    if (table := _test_scores(trainer, series, out)) is not None: tell(table.round(4).to_string())
 
 
 def _train(ctx:typer.Context):
     "The command, in one process or in several"
-    with refusing():
-        from gruckpt.parallel import World, joined
-        out = ctx.params['out'] or Path('runs')/ctx.params['parquet_file'].stem
-        found = open_run(out, ctx.params['resume'])
-        o = _options(ctx, found)
-        o.out, o.world = out, World.from_env()
-        o.device = pick_device(o.device, o.world)
-    with joined(o.world, o.device.type): _run(o, found)
+    with ExitStack() as stack:
+        with refusing():
+            from gruckpt.parallel import World, joined
+            world = World.from_env()
+            device = pick_device(ctx.params['device'], world)
+            stack.enter_context(joined(world, device.type))
+        _run(ctx, world, device)
 
 # %% ../nbs/33_train_tft.ipynb #57fd743d
 _SAME = 'the same as --tier vsn'

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .judge import moved, why_halted
 from .meter import GPUState, Meter, gpu_state
-from .parallel import World, all_rows, every_rank, own_rows, sum_over_ranks, wrap
+from .parallel import (World, all_rows, check_same, differences, every_rank, own_rows, sum_over_ranks,
+                              wrap)
 from .records import StepRecord, TrainConfig
 from .schedule import lr_at
 from .segment import Plan
@@ -68,11 +69,12 @@ class Trainer:
 def _prepare(trainer:Trainer):
     "The optimizer, and what several processes need; ValueError if they cannot be made"
     o, several = trainer, trainer.world.size > 1
+    if several and o.replan is not None:
+        raise ValueError('replan works in one process: ranks would wait for the one that is out of memory')
+    if several: check_same({'config': asdict(o.config), 'about': o.about, 'data': o.stream.state_dict()})
     params = [p for p in o.model.parameters() if p.requires_grad]
     if not params: raise ValueError('the model has no parameter that requires grad; unfreeze some')
     check_weights(params, o.config.precision)
-    if several and o.replan is not None:
-        raise ValueError('replan works in one process: ranks would wait for the one that is out of memory')
     o.device = params[0].device
     o.optimizer = torch.optim.AdamW(params, lr=o.config.lr, weight_decay=o.config.weight_decay, fused=True)
     o.wrapped = wrap(o.model, o.world) if several else None
@@ -291,7 +293,8 @@ def _steps(trainer:Trainer, one_epoch:bool) -> Iterator[StepRecord]:
         due = last or (ended if every is None else o.step % every == 0)
         judged = _evaluated(o, epoch, knobs) if due and o.judge is not None else None
         yield _record(o, epoch, done, knobs, rate, peak, judged)
-        if last or judged is not None and o.halted or _stopped(o): return
+        stopped = _stopped(o)                              # asked of all ranks, in every step
+        if last or judged is not None and o.halted or stopped: return
         _check_skips(o, done.skipped)
 
 # %% ../nbs/25_trainer.ipynb #7e531c11
@@ -325,11 +328,8 @@ def _changes(
     was:dict,          # saved values by name, may nest
     now:dict,          # values of the run that wants to go on
 ) -> Iterator[str]:    # one phrase a value
-    "What differs, by name"
-    for k in [*was, *(k for k in now if k not in was)]:
-        a, b = was.get(k), now.get(k)
-        if isinstance(a, dict) and isinstance(b, dict): yield from _changes(a, b)
-        elif a != b: yield f'{k} was {a!r}, is {b!r}'
+    "What differs, in words"
+    for name, a, b in differences(was, now): yield f'{name} was {a!r}, is {b!r}'
 
 def _check_same(trainer:Trainer, state:dict):
     "Raise a ValueError that names what is another run's"
