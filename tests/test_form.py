@@ -334,3 +334,11 @@ def test_no_path_of_a_machine(name):
     path = re.compile(r'(?<![\w.-])/(?:work|farm|root|tmp|home|Users)/')
     bad = [c.where for c in cells(name) if path.search(c.source) or path.search(shown(c))]
     assert not bad, f'{bad}: names a folder of one machine'
+
+
+@every_notebook
+def test_N29_no_timed_assertion(name):
+    "How long something takes on a loaded machine proves nothing: measure in a `slow` cell, assert counts."
+    timed = re.compile(r'^\s*assert .*(?:\.(?:best|median)\b.*<(?!=)|<(?!=).*\.(?:best|median)\b)', re.M)
+    bad = [c.where for c in code(name) if c.runs and timed.search(c.source)]
+    assert not bad, f'{bad}: asserts a time'
