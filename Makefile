@@ -3,7 +3,8 @@ SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup data data-wide demo test fresh lint nbtest site pytest docs kernel lab bench clean
+.PHONY: help setup data data-wide demo test fresh lint site pytest coverage wheel test-elsewhere test-real nbtest \
+    docs kernel lab bench clean
 
 VENV  ?= .venv
 # torch goes in first and alone, by version: a range would take a build for another machine
@@ -16,7 +17,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 READY := $(VENV)/ready-$(shell (cat settings.ini setup.py pyproject.toml; echo '$(TORCH)') | cksum | tr ' ' -)
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## .venv with torch (TORCH="torch==..."), this package and its tools
 $(READY):
@@ -36,8 +37,8 @@ data-wide: setup ## 234 load profiles (simbench, ODbL, 91 MB to fetch), into dat
 demo: setup data ## train GRU-L3 on plays, about two minutes on two cores; predicted and measured bytes
 	python tools/demo.py
 
-test: fresh lint nbtest site pytest ## every check there is, as CI makes them
-test fresh lint nbtest site pytest: export OMP_NUM_THREADS = 1
+test: fresh lint site pytest ## the checks of every change; CI runs `coverage` and `wheel` after them
+test fresh lint site pytest coverage wheel nbtest: export OMP_NUM_THREADS = 1
 
 NB_FILES = find nbs gruckpt settings.ini pyproject.toml -type f ! -path '*/.*' ! -path '*/__pycache__/*' \
     | LC_ALL=C sort | xargs cksum
@@ -47,18 +48,42 @@ fresh: setup ## test 1: notebooks are clean and gruckpt/ is their export
 	$(NB_FILES) | diff $$was - || { echo "fresh: these files were not as nbdev_export and nbdev_clean leave" \
 	    "them. They are now: look at the change and commit it."; exit 1; }
 
-lint: setup ## test 2: ruff, on notebooks too
+# In a notebook an exported cell may use a name that only a test cell imports: in the package it is undefined
+lint: setup ## test 2: ruff, on notebooks too, and for names that the package would miss
 	ruff check .
+	ruff check --isolated --select F821 gruckpt
 
-# nbdev_test has no time limit of its own
-nbtest: setup ## test 3: every notebook, as nbdev runs it
-	$(if $(shell command -v timeout),timeout 900) nbdev_test --n_workers 2 --timing
-
-site: setup ## test 4: docs build, links hold, docs/ and README.md follow the notebooks
+site: setup ## test 3: docs build, links hold, docs/ and README.md follow the notebooks
 	python tools/docs.py --check
 
-pytest: setup ## test 5: form, wheel in a clean venv, and the notebooks against the installed package
-	pytest -m '' --nb-package --cov --durations 10
+# worksteal: a worker that has nothing left takes half of what the other still has
+PYTEST = pytest -m '' --ignore tests/test_install.py -n auto --dist worksteal
+pytest: setup ## test 4: form, every notebook cell by cell, and the tests, on all cores
+	$(PYTEST) --durations 10
+
+coverage: setup ## the same with the notebooks against the installed package, and what lines none of it runs
+	$(PYTEST) --nb-package --cov
+
+wheel: setup ## the wheel in a clean venv, without development tools
+	pytest -m '' tests/test_install.py
+
+test-elsewhere: setup ## notebooks and numeric tests under the kernels of other processors; ARGS="--only shuffled"
+	python tools/elsewhere.py $(ARGS)
+
+# Not part of `test`: 25 models of 17 packages, about 7 GB
+VENV_REAL ?= .venv-real
+REAL := $(VENV_REAL)/ready-$(shell cat tests/real/requirements.txt | cksum | tr ' ' -)
+test-real: $(REAL) ## models of other packages before and after `convert` (ARGS="-k flair"); tests/real/results.csv
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(VENV_REAL)/bin/python -m pytest tests/real/test_real.py $(ARGS)
+$(REAL):
+	test -x $(VENV_REAL)/bin/python || $(PYTHON) -m venv $(VENV_REAL)
+	$(VENV_REAL)/bin/pip install --quiet --no-compile $$(grep -E '^torch(vision)?==' tests/real/requirements.txt)
+	$(VENV_REAL)/bin/pip install --quiet --no-compile -r tests/real/requirements.txt
+	rm -f $(VENV_REAL)/ready-* && touch $@
+
+# nbdev_test has no time limit of its own
+nbtest: setup ## every notebook, as nbdev runs it
+	$(if $(shell command -v timeout),timeout 900) nbdev_test --n_workers 2 --timing
 
 docs: setup ## build docs/ and README.md from the notebooks
 	python tools/docs.py

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gruckpt.budget import GPUS, DoesNotFit, Ledger, estimate, estimate_any, fit, max_batch, what_fits
-from gruckpt.lm import GRULM, GRUSpec
-from gruckpt.meter import Meter, human, nbytes, parse_bytes, shadow
-from gruckpt.recurrent import GRU, LSTM
-from gruckpt.segment import Plan
-from gruckpt.text import Batch
-from gruckpt.train import TrainConfig, Trainer
+from gruckpt.plan.budget import GPUS, DoesNotFit, Ledger, estimate, estimate_any, fit, max_batch, what_fits
+from gruckpt.charlm.model import GRULM, GRUSpec
+from gruckpt.measure.meter import Meter, human, nbytes, parse_bytes, shadow
+from gruckpt.engine.recurrent import GRU, LSTM
+from gruckpt.plan.segment import Plan
+from gruckpt.charlm.text import Batch
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.trainer import Trainer
 
 MAKE = {'sgd': lambda ps: torch.optim.SGD(ps, lr=.1),
         'momentum': lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9),
@@ -90,7 +91,7 @@ def subject(spec, B, optimizer, precision, frozen=()):
     return model, MAKE[optimizer]([p for p in model.parameters() if p.requires_grad]), model.init_state(B)
 
 
-@pytest.mark.parametrize('config', [*configs(), *half_frozen()],
+@pytest.mark.parametrize('config', [*configs(60), *half_frozen(20)],
                          ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]} {o[5:]}')
 def test_count_is_meter(config):
     "Every phase of the first and of a later step, to the byte"
@@ -107,7 +108,7 @@ def test_count_is_meter(config):
         state, after = after, None
 
 
-@pytest.mark.parametrize('config', [c for c in configs() if c[2].n_segments <= 12 and c[2].n_steps <= 37],
+@pytest.mark.parametrize('config', [c for c in configs(30) if c[2].n_segments <= 12 and c[2].n_steps <= 37],
                          ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]}')
 def test_count_is_shadow(config):
     spec, B, plan, optimizer, precision = config
@@ -120,10 +121,11 @@ def test_count_is_shadow(config):
 
 
 def test_the_grids_are_large_enough():
-    assert len(list(configs())) >= 60
-    assert len([c for c in configs() if c[2].n_segments <= 12 and c[2].n_steps <= 37]) >= 60
-    assert {c[2].n_segments for c in configs()} >= {1, 2, 3}
-    assert any(c[2].n_steps % c[2].seg_len for c in configs())
+    "Each optimizer with each precision, twice by the meter and once by the shadow."
+    assert len({c[3:] for c in configs(60)}) == len({c[3:] for c in configs(30)}) == 30
+    assert len([c for c in configs(30) if c[2].n_segments <= 12 and c[2].n_steps <= 37]) >= 20
+    assert {c[2].n_segments for c in configs(30)} >= {1, 2, 3}
+    assert any(c[2].n_steps % c[2].seg_len for c in configs(30))
 
 
 class Same:
@@ -356,7 +358,7 @@ def test_B13_out_of_memory_leaves_nothing_behind():
             before = snapshot(trainer)
         curves.append([list(seen), trainer.plan.n_segments])
     assert [k for _, k in curves] == [4, 2] and len(refs) == 2
-    assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-6)
+    assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-5)
 
 
 def test_B13_nothing_is_kept_of_a_failed_probe():

@@ -11,24 +11,15 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from gruckpt import train_tft
-from gruckpt.cli import main
-from gruckpt.coding import encode, fit_coding
-from gruckpt.columns import SeriesSpec, read_series
-from gruckpt.forecast import (
-    Run,
-    backtest,
-    forecast,
-    plot_importance,
-    plot_over_time,
-    predict,
-    scores,
-    setup_of,
-    tft_spec,
-)
-from gruckpt.meter import Meter, nbytes
-from gruckpt.series import Windows, extended
-from gruckpt.tft import TFT
+from gruckpt.commands import train_tft
+from gruckpt.commands.cli import main
+from gruckpt.tft.encoding import encode, fit_coding
+from gruckpt.tft.table import SeriesSpec, read_series
+from gruckpt.tft.forecast import (Run, backtest, forecast, plot_importance, plot_over_time, predict, scores,
+                                  setup_of, tft_spec)
+from gruckpt.measure.meter import Meter, nbytes
+from gruckpt.tft.windows import Windows, extended
+from gruckpt.tft.model import TFT
 
 PLAIN = SeriesSpec('time', 'y')
 ZONES = (None, 'Europe/Berlin', 'America/New_York')
@@ -294,7 +285,7 @@ def test_N21_a_dollar_begins_no_formula():
 # ---- N23: gaps ----
 
 def test_N23_gaps_are_told_with_their_cost():
-    from gruckpt.series import gaps_of
+    from gruckpt.tft.windows import gaps_of
     rows = pd.concat([counting(pd.date_range('2024-01-01', periods=60, freq='h')).assign(id=o) for o in 'ab'])
     holed = rows.reset_index(drop=True).drop([10, 11, 30, 100])
     spec = replace(PLAIN, ids=('id',))

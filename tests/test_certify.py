@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gruckpt.certify import certify, gradient_flow
-from gruckpt.scan import scan_segments
-from gruckpt.segment import Plan
+from gruckpt.engine.certify import certify, gradient_flow
+from gruckpt.engine.scan import scan_segments
+from gruckpt.plan.segment import Plan
 
 
 def square(model, x): return model(x).square().mean()

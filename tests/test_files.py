@@ -1,16 +1,16 @@
 """Files that outlive any death: written as a whole, passed over when damaged, continued without a gap."""
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from processes import python
 
-from gruckpt.files import Telemetry, load_checkpoint, save_checkpoint, write_history, write_whole
+from gruckpt.training.checkpoint_files import (Telemetry, load_checkpoint, save_checkpoint, write_history,
+                                               write_whole)
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +32,7 @@ def test_r03_killed_inside_a_save(moment, tmp_path):
     code = '''
 import os, signal, sys, torch
 from pathlib import Path
-from gruckpt import files
+from gruckpt.training import checkpoint_files as files
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 state = {'step': 1, 'weight': torch.arange(5000.)}
@@ -44,8 +44,8 @@ if moment == 'replace': os.replace = die
 if moment == 'after': os.replace = lambda a, b: (usual(a, b), die())
 files.save_checkpoint(folder, {**state, 'step': 2})
 '''
-    done = subprocess.run([sys.executable, '-c', code, str(tmp_path), moment], cwd=ROOT, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    ended, _, err = python('-c', code, tmp_path, moment, cwd=ROOT)
+    assert ended == -signal.SIGKILL, err
     loaded = load_checkpoint(tmp_path)
     assert loaded.damaged == () and loaded.state['step'] == (2 if moment == 'after' else 1)
     assert torch.equal(loaded.state['weight'], torch.arange(5000.))

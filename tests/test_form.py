@@ -1,6 +1,8 @@
 """The form of the notebooks: what style.md asks of every page, held by a test. A failure names the cell."""
 import ast
+import builtins
 import json
+import keyword
 import re
 import shlex
 import sys
@@ -19,7 +21,24 @@ CFG = get_config(path=ROOT)
 NBS, LIB = CFG.nbs_path, CFG.lib_path
 NAMES = sorted(f.relative_to(NBS).as_posix() for f in NBS.rglob('*.ipynb')
                if not any(o[0] in '._' for o in f.relative_to(NBS).parts))
-MODULES = {n[3:-6]: n for n in NAMES if re.fullmatch(r'\d\d_\w+\.ipynb', n)}
+SIDEBAR = yaml.safe_load((NBS/'sidebar.yml').read_text(encoding='utf-8'))['website']['sidebar']['contents']
+
+
+def leaves(o):
+    "Every notebook in a part of the sidebar."
+    if isinstance(o, str): return [o]
+    return [l for x in (o if isinstance(o, list) else o['contents']) for l in leaves(x)]
+
+
+def dotted(name):
+    "The module that a notebook exports, `room.name`; None for a tutorial and the index."
+    m = re.fullmatch(r'(?:(\w+)/)?\d\d_(\w+)\.ipynb', name)
+    return m and '.'.join(filter(None, m.groups()))
+
+
+ORDER = leaves(SIDEBAR)                                        # as the site shows them
+MODULES = {m: n for n in ORDER if (m := dotted(n))}            # gruckpt.<module> → notebook, in reading order
+ROOMS = [o['section'] for o in SIDEBAR if isinstance(o, dict) and o['section'] != 'tutorials']
 SKIPPED = {*CFG.tst_flags.split(), 'eval:'}
 EXPORT = {'export', 'exports', 'exporti'}
 
@@ -84,13 +103,24 @@ def mentioned(source):
     return {getattr(o, 'id', None) or getattr(o, 'attr', None) for o in ast.walk(parsed(source))} - {None}
 
 
-def test_numbers_have_no_gaps():
-    assert [int(n[:2]) for n in MODULES.values()] == list(range(len(MODULES)))
+def room_of(module): return module.rpartition('.')[0]
+
+
+@pytest.mark.parametrize('room', ['', *ROOMS])
+def test_numbers_have_no_gaps(room):
+    held = [n for m, n in MODULES.items() if room_of(m) == room]
+    assert [int(Path(n).name[:2]) for n in held] == list(range(len(held)))
 
 
 def test_notebooks_and_modules_are_the_same_set():
-    odd = {f.stem for f in LIB.glob('*.py')} ^ {*MODULES, '__init__', '_modidx'}
+    files = {'.'.join(f.relative_to(LIB).with_suffix('').parts) for f in LIB.rglob('*.py')}
+    odd = files ^ {*MODULES, '__init__', '_modidx', *(f'{r}.__init__' for r in ROOMS)}
     assert not odd, f'{odd}: a module without its notebook, or a notebook without its module'
+
+
+def test_rooms_are_folders_sections_and_subpackages():
+    folders = {Path(n).parts[0] for n in NAMES if len(Path(n).parts) > 1} - {'tutorials'}
+    assert folders == set(ROOMS) == {f.name for f in LIB.iterdir() if f.is_dir() and f.name[0] != '_'}
 
 
 @every_module
@@ -108,31 +138,50 @@ def test_export_is_fresh(tmp_path, monkeypatch):
     new, nbs = tmp_path/LIB.name, tmp_path/NBS.name
     for folder in (new, nbs): folder.mkdir()
     for name in MODULES.values():
+        (nbs/name).parent.mkdir(exist_ok=True)
         (nbs/name).write_bytes((NBS/name).read_bytes())
         nb_export(nbs/name, new)
-    old = {m: (LIB/f'{m}.py').read_text(encoding='utf-8') for m in MODULES}
-    bad = [m for m in MODULES if (new/f'{m}.py').read_text(encoding='utf-8') != old[m]]
+    files = {m: m.replace('.', '/') + '.py' for m in MODULES}
+    bad = [m for m, f in files.items() if (new/f).read_bytes() != (LIB/f).read_bytes()]
     assert not bad, f'{bad}: not what the notebook exports; run nbdev_export'
     assert f"__version__ = \"{CFG.version}\"" in (LIB/'__init__.py').read_text(encoding='utf-8')
 
 
+def arrows(module):
+    "(where, imported module of ours, name) of every import in a module's exported cells."
+    for c in exported(module):
+        for o in ast.walk(parsed(c.source)):
+            if isinstance(o, ast.ImportFrom):
+                assert not o.level, f'{c.where}: relative import; write `from {LIB.name}.x import y`'
+                lib, _, target = o.module.partition('.')
+                if lib == LIB.name: yield from ((c.where, target, a.name) for a in o.names)
+            elif isinstance(o, ast.Import):
+                yield from ((c.where, a.name.partition('.')[2], None) for a in o.names
+                            if a.name.split('.')[0] == LIB.name)
+
+
 @every_module
 def test_arrows_point_down(module):
-    own, bad = MODULES[module], []
-    for c in exported(module):
-        for name, _ in imports(parsed(c.source)):
-            assert not name.startswith('.'), f'{c.where}: relative import; write `from {LIB.name}.x import y`'
-            if name.split('.')[0] != LIB.name: continue
-            target = MODULES.get(name.split('.')[1], '99')
-            if target[:2] >= own[:2]: bad.append(f'{c.where} imports {name}')
+    "A module imports only modules that a reader has met, and a room only rooms above it."
+    met = list(MODULES)[:list(MODULES).index(module)]
+    bad = [f'{where} imports {target}' for where, target, name in arrows(module) if target not in met]
     assert not bad, bad
 
 
-@pytest.mark.parametrize('never', ['lm', 'text'])
-def test_train_knows_neither_models_nor_data(never):
-    bad = [c.where for c in exported('train') for name, _ in imports(parsed(c.source))
-           if name.split('.')[:2] == [LIB.name, never]]
-    assert not bad, f'{bad}: train imports {never}'
+@cache
+def defined_in(module):
+    "Names that a module itself defines at its top level."
+    tops = [o for c in exported(module) for o in parsed(c.source).body]
+    inside = [o for t in tops for o in ast.walk(t)]
+    names = {o.id for o in inside if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)}
+    return names | {o.name for o in tops if isinstance(o, ast.FunctionDef | ast.ClassDef)}
+
+
+@every_module
+def test_imports_public_names_from_where_they_are_defined(module):
+    bad = [f'{where}: {target}.{name}' for where, target, name in arrows(module)
+           if name is None or name[0] == '_' or target in MODULES and name not in defined_in(target)]
+    assert not bad, f'{bad}: private, or not defined there'
 
 
 def packages(key):
@@ -141,10 +190,13 @@ def packages(key):
     return {'pynvml' if o == 'nvidia-ml-py' else o.replace('-', '_') for o in dists}
 
 
+EXTRAS = {'bench.rnn': 'bench', 'bench.tft': 'peers'}    # module → extra that it may import in functions
+
+
 @every_module
 def test_imports_runtime_dependencies_only(module):
     allowed = {*sys.stdlib_module_names, LIB.name} | packages('requirements')
-    inside = allowed | packages(f'{module}_requirements')  # the extra of that name, imported where it is used
+    inside = allowed | packages(f'{EXTRAS.get(module)}_requirements')    # imported where it is used
     bad = []
     for c in exported(module):
         for name, o in imports(parsed(c.source)):
@@ -176,7 +228,7 @@ def test_opens_with_title_and_promise(name):
     first = cells(name)[0]
     m = re.fullmatch(r'# (\S[^\n]*)\n+> (\S[^\n]*)\n?', first.source)
     assert first.kind == 'markdown' and m, f'{first.where}: expected `# title`, `> promise` and no more'
-    if name in MODULES.values(): assert m[1] == name[3:-6], f'{first.where}: the title is the module'
+    if dotted(name): assert m[1] == dotted(name).rpartition('.')[2], f'{first.where}: the title is the module'
 
 
 @every_module
@@ -208,12 +260,7 @@ def test_next_links_carry_a_reader_through_all_modules():
 
 
 def test_sidebar_lists_every_notebook():
-    def leaves(o):
-        if isinstance(o, str): return [o]
-        return [l for x in (o if isinstance(o, list) else o['contents']) for l in leaves(x)]
-    side = yaml.safe_load((NBS/'sidebar.yml').read_text(encoding='utf-8'))
-    listed = sorted(leaves(side['website']['sidebar']))
-    assert listed == NAMES, f'sidebar.yml differs from nbs/ in {set(listed) ^ set(NAMES) or "repeats"}'
+    assert sorted(ORDER) == NAMES, f'sidebar.yml differs from nbs/ in {set(ORDER) ^ set(NAMES) or "repeats"}'
 
 
 def n_lines(cell): return sum(bool(l.strip()) for l in cell.source.splitlines())
@@ -256,10 +303,10 @@ def test_definitions_are_run_at_once(module):
 
 @every_module
 def test_no_prints(module):
-    if module in ('shell', 'cli'): return
+    if module == 'commands.shell': return
     bad = [c.where for c in exported(module) for o in ast.walk(parsed(c.source))
            if isinstance(o, ast.Call) and getattr(o.func, 'id', '') == 'print']
-    assert not bad, f'{bad}: yield or return it; only cli prints'
+    assert not bad, f'{bad}: yield or return it; a command hands it to shell.print_answer'
 
 
 def parameters(f):
@@ -269,9 +316,10 @@ def parameters(f):
 
 
 def uncommented(f, lines):
-    "Parameters without a comment on their line (docments)."
-    named = [p for p in parameters(f) if p.arg not in ('self', 'cls')]
-    return [p.arg for p in named if '#' not in lines[p.end_lineno - 1][p.end_col_offset:]]
+    "Parameters without a comment on their line (docments); an option of a command has its `help`."
+    named = [p for p in parameters(f) if p.arg not in ('self', 'cls', 'ctx')]
+    helped = [p for p in named if p.annotation and 'help=' in ast.unparse(p.annotation)]
+    return [p.arg for p in named if p not in helped and '#' not in lines[p.end_lineno - 1][p.end_col_offset:]]
 
 
 def undocumented_class(d, lines):
@@ -342,3 +390,34 @@ def test_N29_no_timed_assertion(name):
     timed = re.compile(r'^\s*assert .*(?:\.(?:best|median)\b.*<(?!=)|<(?!=).*\.(?:best|median)\b)', re.M)
     bad = [c.where for c in code(name) if c.runs and timed.search(c.source)]
     assert not bad, f'{bad}: asserts a time'
+
+
+@cache
+def known_words():
+    "Every identifier of every code cell, of the tests and tools, of Python, and words of the strings there."
+    sources = [c.source for n in NAMES for c in code(n)]
+    words = {*dir(builtins), *keyword.kwlist, *sys.stdlib_module_names, LIB.name, *MODULES, *ROOMS, 'self',
+             *(m.rpartition('.')[2] for m in MODULES)}
+    for s in sources: words |= set(re.findall(r'[A-Za-z_]\w*', s))
+    files = *(ROOT/'tests').rglob('*.py'), *(ROOT/'tools').glob('*.py'), ROOT/'Makefile', ROOT/'settings.ini'
+    for f in files:
+        words |= set(re.findall(r'[A-Za-z_][\w-]*', f.read_text(encoding='utf-8')))
+    return words
+
+
+def exists(name):
+    "Is a dotted name one of ours, or one that torch, numpy or pandas has?"
+    if all(part in known_words() for part in name.split('.')): return True
+    root, *rest = name.replace('nn.', 'torch.nn.').split('.')
+    o = sys.modules.get({'np': 'numpy', 'pd': 'pandas'}.get(root, root))
+    for part in rest: o = getattr(o, part, None)
+    return o is not None
+
+
+@every_notebook
+def test_backticked_names_exist(name):
+    "A name in the prose is one that a reader finds: in the code, or in a library that it uses."
+    said = [(c.where, n) for c in cells(name) if c.kind == 'markdown'
+            for n in re.findall(r'`([A-Za-z_][\w.]*[A-Za-z_0-9])(?:\(\))?`', c.source)]
+    bad = [f'{where} `{n}`' for where, n in said if not exists(n)]
+    assert not bad, f'{bad}: nothing has that name'

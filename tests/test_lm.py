@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gruckpt import lm
-from gruckpt.files import load_checkpoint
-from gruckpt.lm import GRULM, GRUSpec
-from gruckpt.meter import Meter
-from gruckpt.sampling import Sampling, draw_tape, toss
-from gruckpt.scan import plain
-from gruckpt.schedule import exponential_decay, inverse_sigmoid, linear_decay
-from gruckpt.segment import Plan
-from gruckpt.text import Batch, TokenStream
-from gruckpt.train import TrainConfig, Trainer, session
+from gruckpt.charlm import model as lm
+from gruckpt.training.checkpoint_files import load_checkpoint
+from gruckpt.charlm.model import GRULM, GRUSpec
+from gruckpt.measure.meter import Meter
+from gruckpt.charlm.sampling import Sampling, draw_tape, toss
+from gruckpt.engine.scan import plain
+from gruckpt.training.schedule import exponential_decay, inverse_sigmoid, linear_decay
+from gruckpt.plan.segment import Plan
+from gruckpt.charlm.text import Batch, TokenStream
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.trainer import Trainer
+from gruckpt.training.sessions import session
 
 FORMS = [dict(norm=norm, reset=reset, dropout=dropout)
          for norm in (None, 'state', 'output') for reset in ('after', 'before') for dropout in (0., .5)]

@@ -1,4 +1,4 @@
-"""gruckpt.meter beyond its page: grids of operations, stand-ins for the driver and CUDA, threads, leaks."""
+"""meter beyond its page: grids of operations, stand-ins for the driver and CUDA, threads, leaks."""
 import functools, gc, threading, types, warnings, weakref
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gruckpt import meter as module
-from gruckpt.meter import GPUState, Meter, gpu_state, human, nbytes, parse_bytes, shadow, timed
+from gruckpt.measure import meter as module
+from gruckpt.measure.meter import GPUState, Meter, gpu_state, human, nbytes, parse_bytes, shadow, timed
 
 
 def measured(fn, *args):

@@ -1,6 +1,6 @@
 """Every notebook as a pytest test, with nbdev's own runner and flags.
 
-    pytest tests/test_notebooks.py                      # as nbdev_test runs them, in one process
+    pytest tests/test_notebooks.py                      # as nbdev_test runs them
     pytest tests/test_notebooks.py --nb-flags "slow"    # with cells flagged slow
     pytest tests/test_notebooks.py --nb-package --cov
 

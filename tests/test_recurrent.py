@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from gruckpt.meter import Meter, shadow
-from gruckpt.recurrent import GRU, LSTM, convert
-from gruckpt.scan import plain
+from gruckpt.engine.convert import convert
+from gruckpt.measure.meter import Meter, shadow
+from gruckpt.engine.recurrent import GRU, LSTM
+from gruckpt.engine.scan import plain
 
 F64 = torch.float64
 KINDS = {'gru': (nn.GRU, GRU), 'lstm': (nn.LSTM, LSTM)}
@@ -197,7 +198,7 @@ def test_tied_layer_is_converted_once():
             self.b = self.a
         def forward(self, x): return self.b(self.a(x)[0])[0]
     model = Twice()
-    assert convert(model) == ['a', 'b'] and model.a is model.b and len(list(model.parameters())) == 4
+    assert list(convert(model)) == ['a', 'b'] and model.a is model.b and len(list(model.parameters())) == 4
 
 
 
@@ -223,7 +224,7 @@ def test_convert_a_forecasting_library(name, in_float64):
         return model(batch).square().mean()
     want = torch.autograd.grad(loss(model), list(model.parameters()), allow_unused=True)
     found = convert(model, seg_len=4)
-    assert found and not [m for m in model.modules() if type(m) in (nn.GRU, nn.LSTM)]
+    assert len(found) and not [m for m in model.modules() if type(m) in (nn.GRU, nn.LSTM)]
     got = torch.autograd.grad(loss(model), list(model.parameters()), allow_unused=True)
     assert [g is None for g in got] == [g is None for g in want]
     same([g for g in got if g is not None], [g for g in want if g is not None])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from gruckpt.files import Telemetry, save_checkpoint, write_history
-from gruckpt.report import draw, facts, plot_history, plot_loss, read_run, write_report
-from gruckpt.train import StepRecord
+from gruckpt.training.checkpoint_files import Telemetry, save_checkpoint, write_history
+from gruckpt.training.report import draw, facts, plot_history, plot_loss, read_run, write_report
+from gruckpt.training.config import StepRecord
 
 
 def record(step, loss=2., **kw):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gruckpt.sampling import Coins, Sampling, Tape, choose, draw_tape, mix, roll_out, toss
+from gruckpt.charlm.sampling import Coins, Sampling, Tape, choose, draw_tape, mix, roll_out, toss
 
 SETTINGS = [Sampling(t, *two) for t, two in product((0., .5), ((False,), (True,), (True, 3)))]
 T, B, V = 20, 6, 13

@@ -21,9 +21,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from gruckpt import surroundings
-from gruckpt.scan import grad_sink, plain, scan_segments
-from gruckpt.segment import Plan
+from gruckpt.engine import captures as surroundings
+from gruckpt.engine.scan import grad_sink, plain, scan_segments
+from gruckpt.plan.segment import Plan
 
 T, B, I, D = 7, 2, 3, 4
 F64 = torch.float64
@@ -595,7 +595,7 @@ def test_dtypes(dtype):
         outs, h = scan_segments(step, x, torch.zeros(B, D, dtype=dtype), PLAN)
         return *torch.autograd.grad(sum(outs), [w, x]), h.detach()
     with plain(): want = go()
-    eps = {torch.float16: 2**-8, torch.bfloat16: 2**-6, torch.float32: 1e-6, torch.complex128: 1e-12}[dtype]
+    eps = {torch.float16: 2**-8, torch.bfloat16: 2**-6, torch.float32: 1e-5, torch.complex128: 1e-12}[dtype]
     for g, v in zip(go(), want, strict=True):
         assert g.dtype == v.dtype == dtype and (g - v).norm() <= eps * v.norm()
 
@@ -1538,7 +1538,7 @@ def test_prepared_goes_after_backward():
     cell, made = gru(), SimpleQueue()
     def step(xs, h):
         if sink := grad_sink():
-            kept = sink.prepare((id(cell.weight_hh), 't'), lambda: cell.weight_hh.detach().t().contiguous())
+            kept = sink.prepare(cell.weight_hh, 't', lambda: cell.weight_hh.detach().t().contiguous())
             made.put(weakref.ref(kept))
         return advance(cell, xs, h)
     loss = total(scan_segments(step, *data()))

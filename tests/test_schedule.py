@@ -8,15 +8,8 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from gruckpt.schedule import (
-    Decay,
-    clip_norm_for,
-    data_gap,
-    exponential_decay,
-    inverse_sigmoid,
-    linear_decay,
-    read_curve,
-)
+from gruckpt.training.schedule import (Decay, clip_norm_for, data_gap, exponential_decay, inverse_sigmoid,
+                                       linear_decay, read_curve)
 
 KINDS = (linear_decay, {'step': 0.05}), (exponential_decay, {'rate': 0.9}), (inverse_sigmoid, {'k': 3.})
 DECAYS = [f(**rate, floor=floor, start=start, per=per)
@@ -103,5 +96,5 @@ def test_tolerance_decides_what_a_fall_is():
 
 def test_needs_no_torch():
     "Numbers only: a process that imports the module has not imported torch."
-    code = 'import sys, gruckpt.schedule; sys.exit("torch" in sys.modules)'
+    code = 'import sys, gruckpt.training.schedule; sys.exit("torch" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code], timeout=60).returncode == 0

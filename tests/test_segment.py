@@ -7,7 +7,7 @@ from math import comb, inf
 
 import pytest
 
-from gruckpt.segment import Plan, frontier, lower_bound, replay
+from gruckpt.plan.segment import Plan, frontier, lower_bound, replay
 
 
 def peak_by_counting(plan, state, step):
@@ -93,7 +93,7 @@ def test_lower_bound_on_long_chains():
 
 def test_no_torch():
     "Importing the module takes the standard library only"
-    code = ('import sys, gruckpt.segment\n'
+    code = ('import sys, gruckpt.plan.segment\n'
             'names = {n.split(".")[0] for n in sys.modules} - {"gruckpt", "__main__"}\n'
             'known = set(sys.stdlib_module_names) | set(sys.argv[1:])\n'
             'print(sorted(names - known))')

@@ -1,7 +1,6 @@
 """Tables that go wrong, windows against a plain loop, a resume in another process, the tool that fetches."""
 import importlib.util
 import json
-import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -14,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from processes import python
 
-from gruckpt.coding import Coding, Parts, cut_times, encode, fit_coding, unknown_categories
-from gruckpt.columns import SeriesSpec, read_series
-from gruckpt.series import Windows, WindowStream, extended
+from gruckpt.tft.encoding import Coding, Parts, cut_times, encode, fit_coding, unknown_categories
+from gruckpt.tft.table import SeriesSpec, read_series
+from gruckpt.tft.windows import Windows, WindowStream, extended
 
 ROOT = Path(__file__).parent.parent
 SPEC = SeriesSpec('time', 'y', ids=('id',), static_cats=('id',), observed_reals=('x',),
@@ -305,7 +305,9 @@ def test_the_coding_survives_a_checkpoint(tmp_path):
 RESUME = """
 import json, sys
 import pandas as pd, torch
-from gruckpt.series import SeriesSpec, Windows, WindowStream, encode, fit_coding, read_series
+from gruckpt.tft.table import SeriesSpec, read_series
+from gruckpt.tft.windows import Windows, WindowStream
+from gruckpt.tft.encoding import encode, fit_coding
 spec = SeriesSpec.from_dict(json.loads(sys.argv[2]))
 series = read_series(sys.argv[1], spec)
 table = encode(series, fit_coding(series))
@@ -341,9 +343,9 @@ def test_a_fresh_process_goes_on(tmp_path, rank, world):
     assert take(stream, 20) == straight[:20]
     assert 0 < stream.step < len(stream) - 1 and stream.epoch > 0
     args = str(path), json.dumps(SPEC.to_dict()), json.dumps(stream.state_dict()), str(rank), str(world)
-    p = subprocess.run([sys.executable, '-c', RESUME, *args], capture_output=True, text=True, cwd=ROOT)
-    assert p.returncode == 0, p.stderr
-    assert json.loads(p.stdout) == straight[20:]
+    code, out, err = python('-c', RESUME, *args, cwd=ROOT)
+    assert code == 0, err
+    assert json.loads(out) == straight[20:]
 
 
 def test_other_data_are_refused(tmp_path):

@@ -3,31 +3,31 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
-from gruckpt.text import TokenStream, Vocab
+from gruckpt.charlm.text import TokenStream, Vocab
 
 ROOT = Path(__file__).parent.parent
 TEXT = 'The quick brown fox jumps over the lazy dog, and back again.\n' * 9
 STREAM = """
 import json, sys, torch
-from gruckpt.text import TokenStream, Vocab
+from gruckpt.charlm.text import TokenStream, Vocab
 text = json.loads(sys.argv[1])
 vocab = Vocab.from_text(text)
 stream = TokenStream(vocab.encode(text), batch_size=3, n_steps=16, seed=7)
 """
 
 
-def python(code, *args, **env):
-    "What `code` prints in a process of its own, as JSON"
-    out = subprocess.run([sys.executable, '-c', code, *args], env={**os.environ, **env}, cwd=ROOT,
-                         capture_output=True, check=True).stdout
+def printed(code, *args, **env):
+    "What `code` prints in a process of its own, as JSON; with `env` in a fresh interpreter"
+    ended, out, err = python('-c', code, *args, cwd=ROOT, env=env, fresh=bool(env))
+    assert ended == 0, err
     return json.loads(out)
 
 
@@ -49,7 +49,7 @@ batch = next(iter(stream))
 loss = torch.nn.functional.cross_entropy(head(emb(batch.inputs)).flatten(0, 1), batch.targets.flatten())
 print(json.dumps([list(set(text)), vocab.symbols, batch.inputs.tolist(), loss.item()]))
 """
-    (set_a, *a), (set_b, *b) = (python(code, json.dumps(TEXT), PYTHONHASHSEED=seed) for seed in '12')
+    (set_a, *a), (set_b, *b) = (printed(code, json.dumps(TEXT), PYTHONHASHSEED=seed) for seed in '12')
     assert set_a != set_b  # the trap is there
     assert a == b
 
@@ -58,14 +58,14 @@ def test_locale_changes_nothing(tmp_path):
     (tmp_path/'mixed.txt').write_bytes(b'\xef\xbb\xbfab\r\ncd\r\xc3\xa9\n')
     code = """
 import json, locale, sys, warnings
-from gruckpt.text import read_text
+from gruckpt.charlm.text import read_text
 encoding = locale.getpreferredencoding(False)
 warnings.simplefilter('error', EncodingWarning)  # whoever leaves the encoding to the locale gets an error
 try: usual = open(sys.argv[1]).read()
 except EncodingWarning: usual = None
 print(json.dumps([encoding, usual, read_text(sys.argv[1])]))
 """
-    got = python(code, str(tmp_path/'mixed.txt'), LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0',
+    got = printed(code, str(tmp_path/'mixed.txt'), LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0',
                  PYTHONWARNDEFAULTENCODING='1')
     assert got[0].lower() not in ('utf-8', 'utf8') and got[1:] == [None, 'ab\r\ncd\r\xe9\n']
 
@@ -80,7 +80,7 @@ def test_fresh_process_resumes_in_mid_epoch():
 stream.load_state_dict(json.loads(sys.argv[2]))
 print(json.dumps([b.inputs.tolist() for _ in range(3) for b in stream]))
 """
-    after = python(code, json.dumps(TEXT), json.dumps(state))
+    after = printed(code, json.dumps(TEXT), json.dumps(state))
     assert before + after[:24] == straight
 
 

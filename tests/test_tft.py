@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from gruckpt.budget import DoesNotFit
-from gruckpt.certify import certify, gradient_flow
-from gruckpt.meter import Meter, nbytes
-from gruckpt.peers import _neuralforecast
-from gruckpt.scan import plain
-from gruckpt.series import WindowBatch
-from gruckpt.tft import LAYERS, TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss, to_neuralforecast
-from gruckpt.tiers import empty_batch, fit_tier, largest_batch, layer_costs, score_bytes, tier_ledger
-from gruckpt.vsn import VSN, Select, again
+from gruckpt.plan.budget import DoesNotFit
+from gruckpt.engine.certify import certify, gradient_flow
+from gruckpt.measure.meter import Meter, nbytes
+from gruckpt.bench.tft import _neuralforecast
+from gruckpt.engine.scan import plain
+from gruckpt.tft.windows import WindowBatch
+from gruckpt.tft.model import LAYERS, TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss, to_neuralforecast
+from gruckpt.tft.tiers import empty_batch, fit_tier, largest_batch, layer_costs, score_bytes, tier_ledger
+from gruckpt.tft.vsn import VSN, Select, again
 
 NAMED = [Tier.off, Tier.aggressive, Tier.vsn, Tier.full]
 TIERS = [*NAMED, Tier(LAYERS, n_groups=3, seg_len=2), *map(Tier, LAYERS)]

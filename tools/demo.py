@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gruckpt import cli
-from gruckpt.lm import GRULM, GRUSpec
-from gruckpt.meter import Meter, human, nbytes, shadow
-from gruckpt.segment import Plan
-from gruckpt.text import TokenStream, Vocab, read_text
+from gruckpt.commands import cli
+from gruckpt.charlm.model import GRULM, GRUSpec
+from gruckpt.measure.meter import Meter, human, nbytes, shadow
+from gruckpt.plan.segment import Plan
+from gruckpt.charlm.text import TokenStream, Vocab, read_text
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 80  # of 8,192 characters; BPB falls below 3.2 after about 30

