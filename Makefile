@@ -12,6 +12,9 @@ TORCH ?= torch==2.13.0
 PYTHON ?= $(shell for p in python3 python3.1{4,3,2,1,0}; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
+# torch alone is thousands of files: what Python compiled of them once is kept in the venv, whatever the shell says
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
 
 # The venv is as good as the files that describe it: the stamp's name is their checksum
 READY := $(VENV)/ready-$(shell (cat settings.ini setup.py pyproject.toml; echo '$(TORCH)') | cksum | tr ' ' -)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import gruckpt
 
-LOADED = ['torch', 'torch.distributed', 'pandas', 'pyarrow.parquet', 'matplotlib.pyplot', 'typer', 'pytest']
+LOADED = ['torch', 'torch.distributed', 'torch._dynamo', 'pandas', 'pyarrow.parquet', 'matplotlib.pyplot',
+          'matplotlib.backends.backend_agg', 'typer', 'typer._adapters', 'pytest']    # torch.optim loads _dynamo
 
 
 @cache
