@@ -13,8 +13,9 @@ from pathlib import Path
 
 import gruckpt
 
+# torch.optim loads _dynamo
 LOADED = ['torch', 'torch.distributed', 'torch._dynamo', 'pandas', 'pyarrow.parquet', 'matplotlib.pyplot',
-          'matplotlib.backends.backend_agg', 'typer', 'typer._adapters', 'pytest']    # torch.optim loads _dynamo
+          'matplotlib.backends.backend_agg', 'typer', 'typer._adapters', 'pytest']
 
 
 @cache
