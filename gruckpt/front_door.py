@@ -12,8 +12,8 @@ from importlib import import_module
 # %% ../nbs/00_front_door.ipynb #87372235
 NAMES = {
     'measure.meter': 'Meter gpu_state human nbytes parse_bytes shadow timed',
-    'plan.segment': 'Plan frontier lower_bound replay',
-    'plan.budget': 'Card DoesNotFit GPUS Ledger estimate estimate_any fit max_batch what_fits',
+    'plan.segment': 'Plan cut_frontier lower_bound replay',
+    'plan.budget': 'Card DoesNotFit GPUS Ledger Rates estimate estimate_any fit frontier max_batch what_fits',
     'engine.scan': 'is_plain plain scan_segments',
     'engine.recurrent': 'GRU LSTM',
     'engine.convert': 'Conversion convert revert',

@@ -278,6 +278,13 @@ def imports_only(cell):
     return all(isinstance(o, ast.Import | ast.ImportFrom) for o in parsed(cell.source).body)
 
 
+@pytest.mark.parametrize('module', [m for m in MODULES if room_of(m) not in ('', 'commands')])
+def test_pages_open_with_their_use(module):
+    "The first cell that does something is what a user types, not a definition of ours."
+    nb = [c for c in code(MODULES[module]) if not (c.flags & {'hide', 'default_exp'} or imports_only(c))]
+    assert not nb[0].exported, f'{nb[0].where} defines before the page has shown its use'
+
+
 def reached(cell, defined):
     "Names that a cell mentions, itself or through what it mentions; `defined` holds definitions by name."
     seen, todo = set(), mentioned(cell.source)

@@ -7,7 +7,7 @@ from math import comb, inf
 
 import pytest
 
-from gruckpt.plan.segment import Plan, frontier, lower_bound, replay
+from gruckpt.plan.segment import Plan, cut_frontier, lower_bound, replay
 
 
 def peak_by_counting(plan, state, step):
@@ -76,7 +76,7 @@ def test_lower_bound_against_revolve():
 def test_lower_bound_is_below_uniform_cuts_and_falls():
     for n_steps in (1, 5, 24, 50, 97):
         for state, step in [(1, 1), (1, 3), (2, 7)]:
-            for o in frontier(n_steps, state, step):
+            for o in cut_frontier(n_steps, state, step):
                 if o.peak >= min(n_steps, 2)*state + step:
                     assert lower_bound(n_steps, o.peak, state, step) <= o.n_extra
             need = min(n_steps, 2)*state + step

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from ..training.checkpoint_files import write_whole
 from ..charlm.model import GRULM, GRUSpec
 from ..measure.meter import Meter, Timing, human, timed
-from ..engine.recurrent import GRU, default_chunk_len
+from ..engine.recurrent import GRU
 from ..charlm.sampling import Sampling, check_probability
 from ..engine.scan import plain, scan_segments
-from ..plan.segment import Plan
+from ..plan.segment import Plan, default_chunk_len
 from ..charlm.text import Batch, TokenStream
 from ..training.config import StepRecord, TrainConfig
 from ..training.trainer import Trainer

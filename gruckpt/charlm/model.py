@@ -18,13 +18,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from ..engine.cells import CellWeights, norm_rows
-from .step_bytes import moments_of, parts_of
+from .step_bytes import moments_of, parts_of, rhythm, work_of
 from ..engine.head import head_loss
 from ..engine.recurrent import (GRU, cast_weights, DropoutMask, LayerRun, parameter_name, layer_weights
                                       as _tensors_of)
 from .sampling import Sampling, Tape, check_probability, draw_tape
 from ..engine.scan import scan_segments, uncompiled
-from ..plan.segment import Plan
+from ..plan.segment import Plan, Work, keep_each
 from .text import narrowest_int
 
 # %% ../../nbs/charlm/03_model.ipynb #b74151f7
@@ -63,7 +63,9 @@ class GRUSpec:
     def parts(self) -> dict: "Numbers in each parameter, in order, part by part"; return parts_of(self)
     @property
     def sizes(self) -> tuple: "Numbers in each parameter, in order"; return sum(parts_of(self).values(), ())
-    def moments(self, *args) -> dict: "Bytes of a step, see `moments_of`"; return moments_of(self, *args)
+    def moments(self, *args, **kw) -> dict: "Bytes, see `moments_of`"; return moments_of(self, *args, **kw)
+    def work(self, *args) -> Work: "Done in a step, see `work_of`"; return work_of(self, *args)
+    def rhythm(self, batch) -> tuple: "Of bytes by length, see `rhythm`"; return rhythm(self, batch)
     def tape_bytes(self, *args) -> int: "Of drawn inputs, see `_tape_bytes`"; return _tape_bytes(self, *args)
     def to_dict(self) -> dict: "Plain values that `from_dict` takes"; return asdict(self)
     @classmethod
@@ -108,7 +110,7 @@ def _n_params(
 # %% ../../nbs/charlm/03_model.ipynb #f572879e
 def _keeping(
     rnn:GRU,          # recurrent layers
-    keep:str|None,    # 'hidden' or 'gates'; None is as they are
+    keep,             # 'hidden', 'gates', or one of them for each layer; None is as they are
 ) -> GRU:             # the same parameters, buffers and hooks; `rnn` itself where nothing differs
     "The layers, told what to keep for their backward pass; `rnn` does not change"
     if keep in (None, rnn.keep): return rnn
@@ -210,6 +212,7 @@ def _prepared(
     if plan.n_steps != T:
         raise ValueError(f'plan must have the {T} steps of the batch, got {plan.n_steps}; '
                          f'use Plan.split({T}, n_segments)')
+    for t in 0, plan.n_extra: keep_each(plan.keeps(t), spec.n_layers + 1)
     h_LBD, guess_B = _apart(state, (spec.n_layers, B, spec.hidden), spec.vocab_size)
     if h_LBD is None: h_LBD = model.init_state(B)
     return (inputs_BT.t(), targets_BT.t()), (h_LBD, guess_B), plan
@@ -315,13 +318,14 @@ def _tape(
     return tape
 
 # %% ../../nbs/charlm/03_model.ipynb #0bea89be
-def _trained_on(model:_Layers, xs:tuple, carried:tuple, keep:str, seed:int|None) -> tuple:
+def _trained_on(model:_Layers, xs:tuple, carried:tuple, plan:Plan, seed:int|None) -> tuple:
     "Summed loss of a segment, and state and step after it"
     (ids_SB, targets_SB), (h_LBD, start) = xs, carried
     mask = {} if seed is None else {'seed': seed, 'start': start}
-    out_SBD, h_LBD = model.read(ids_SB, h_LBD, keep, **mask)
+    *keep, kept_of_head = keep_each(plan.keeps(start), model.spec.n_layers + 1)
+    out_SBD, h_LBD = model.read(ids_SB, h_LBD, tuple(keep), **mask)
     head, targets_N = model.head, targets_SB.flatten().long()
-    loss = head_loss(out_SBD.flatten(0, 1), targets_N, head.weight, head.bias, keep)
+    loss = head_loss(out_SBD.flatten(0, 1), targets_N, head.weight, head.bias, kept_of_head)
     return loss, (h_LBD, start + len(ids_SB))
 
 def _loss(model:_Layers, batch, state, plan:Plan|None, p:float, sampling:Sampling|None) -> tuple:
@@ -334,8 +338,8 @@ def _loss(model:_Layers, batch, state, plan:Plan|None, p:float, sampling:Samplin
     if p < 1:
         tape = _tape(model, xs[0], state, p, seed, sampling or Sampling())
         xs = tape.ids_TB, xs[1]
-    masks, keep = seed if _drops(model) else None, plan.keep
-    def step(xs, carried): return _trained_on(model, xs, carried, keep, masks)
+    masks = seed if _drops(model) else None
+    def step(xs, carried): return _trained_on(model, xs, carried, plan, masks)
     sums, (h_LBD, _) = scan_segments(step, xs, (state[0], 0), plan)
     h_LBD = h_LBD.detach()
     return torch.stack(sums).sum() / xs[0].numel(), h_LBD if tape is None else (h_LBD, tape.guess_B)

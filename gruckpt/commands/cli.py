@@ -165,8 +165,18 @@ def _as_text(ledger, plan, total:int, limit, why:str) -> str:
     "The verdict for people"
     from gruckpt.measure.meter import human
     verdict = why or (human(total) if limit is None else f'fits: {human(total)} of {human(limit)}')
-    return (f'{ledger}\nplan    {plan.n_steps} steps in {plan.n_segments} segment(s) of {plan.seg_len}, '
-            f'keep {plan.keep}\nverdict {verdict}')
+    return f'{ledger}\nplan    {plan.words}\nverdict {verdict}'
+
+def _table(o:SimpleNamespace) -> str:
+    "The fastest plans by bytes, and with a limit what is the largest that fits"
+    from gruckpt.plan.budget import frontier, what_fits
+    from gruckpt.measure.meter import human
+    spec, _, limit, how = _question(o)
+    rows = frontier(spec, o.batch, o.steps, n=12, **how)
+    rows = rows.assign(bytes=rows.bytes.map(human), plan=[p.words for p in rows.plan]).round(3)
+    found = [rows.drop(columns='seconds').to_string(index=False)]
+    if limit is not None: found.append(what_fits(spec, limit, o.batch, o.steps, **how).round(2).to_string())
+    return '\n\n'.join(found)
 
 # %% ../../nbs/commands/03_cli.ipynb #8fb31703
 @app.command('budget')
@@ -185,11 +195,13 @@ def _budget_command(ctx:typer.Context,
     gpu:Annotated[str|None, Option(help='a card by name, such as "RTX 3080"')] = None,
     limit:Annotated[str|None, Option(help='bytes instead of a card, such as 8GiB')] = None,
     as_json:Annotated[bool, Option('--json', help='for programs')] = False,
+    table:Annotated[bool, Option('--table', help='also bytes against time, and what else fits')] = False,
 ):
     "Will a training step fit, and if not, what would make it fit? Nothing is run."
     with ending():
         with refusing(): answer = _verdict(SimpleNamespace(**ctx.params))
         print_answer((_as_json if as_json else _as_text)(*answer))
+        if table and not as_json: print_answer(f'\n{_table(SimpleNamespace(**ctx.params))}')
         if answer[-1]: raise typer.Exit(1)
 
 # %% ../../nbs/commands/03_cli.ipynb #66069ad4
@@ -199,6 +211,7 @@ app.add_typer(bench_app, name='bench')
 @bench_app.callback()
 def _bench(): "Measure, side by side, in one run."
 
+# %% ../../nbs/commands/03_cli.ipynb #1cfb042b
 @bench_app.command('rnn')
 def _bench_rnn_command(
     out:Annotated[Path, Option(help='folder for bench_rnn.csv and bench_rnn.png')] = Path('bench'),

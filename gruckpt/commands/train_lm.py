@@ -59,6 +59,7 @@ def _remembered(
     size:int,     # processes of this session
 ) -> dict:        # options of `train-lm` by name
     "The options that a run was begun with"
+    from gruckpt.plan.segment import Plan
     config, plan, (spec, run) = state['config'], state['plan'], map(state['about'].get, ('spec', 'run'))
     if not (spec and run and 'vocab_size' in spec):
         raise ValueError('the run in this folder is not one of train-lm; use the command that began it')
@@ -66,7 +67,7 @@ def _remembered(
         raise ValueError(f'the {run["rows"]} rows of this run cannot be shared evenly by {size} processes')
     return {'hidden': spec['hidden'], 'layers': spec['n_layers'], 'dropout': spec['dropout'],
             'reset': spec['reset'], 'norm': spec['norm'] or 'none', 'tied': spec['tied'],
-            'segments': -(-plan['n_steps'] // plan['seg_len']), 'batch': run['rows'] // size,
+            'segments': Plan(**plan).n_segments, 'batch': run['rows'] // size,
             **{name: run[name] for name in _RUN}, 'clip': repr(config['clip']),
             **{name: config[name] for name in ('lr', 'warmup', 'decay_steps', 'accumulate', 'max_steps')},
             'epochs': config['max_epochs'], 'halt_after': config['halt_after']}
@@ -130,18 +131,20 @@ def _planned(
     "Where time is cut"
     from gruckpt.plan.budget import limit_bytes, estimate, fit
     from gruckpt.plan.segment import Plan
-    how = dict(precision=PRECISION_NAMES[o.precision], device=o.device.type, world_size=size)
-    def tape(plan): return 0 if _all_truth(o) else spec.tape_bytes(o.batch, plan)
-    def foretold(plan): return int(estimate(spec, o.batch, plan, **how).total) + tape(plan)
-    most = tape(Plan.split(o.steps, 1))                              # with more segments it is smaller
+    from gruckpt.charlm.sampling import Sampling
+    how = dict(precision=PRECISION_NAMES[o.precision], device=o.device.type, world_size=size,
+               accumulate=o.accumulate)
+    drawn = dict(teacher_forcing=0., sampling=Sampling(o.sampling_temperature, o.two_pass))
+    if not _all_truth(o): how |= drawn
+    def foretold(plan): return int(estimate(spec, o.batch, plan, **how).total)
     def within(limit): return fit(spec, o.batch, o.steps, max(1, limit), **how)
     def smaller(plan):
-        plan = within(9 * foretold(plan) // 10 - most)
+        plan = within(9 * foretold(plan) // 10)
         return plan, foretold(plan)
     if o.memory_limit is None:
         plan = Plan.split(o.steps, o.segments)
         return plan, foretold(plan), None
-    plan = within(limit_bytes(o.memory_limit) - most)
+    plan = within(limit_bytes(o.memory_limit))
     return plan, foretold(plan), smaller if size == 1 else None
 
 # %% ../../nbs/commands/01_train_lm.ipynb #8b47c64c
@@ -218,7 +221,7 @@ def _trainer(
     return trainer, [
         f'text    {lines}',
         f'model   {o.layers} layers of {o.hidden}, {n_params:,} parameters, {o.precision}; {where}',
-        f'plan    {o.steps} steps in {plan.n_segments} segments of {plan.seg_len}, {o.batch} rows; '
+        f'plan    {plan.words}, {o.batch} rows; '
         f'a step should need {human(foretold)}',
         f'run     {o.out}, from step {trainer.step + 1} to {goal}; {len(stream)} batches are an epoch']
 

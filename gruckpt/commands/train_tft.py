@@ -149,7 +149,8 @@ def _tier(
 def _fitted(o:SimpleNamespace, spec) -> tuple:
     "The cheapest tier within `--memory-limit`, its bytes, and a function that finds one with less"
     from gruckpt.tft.tiers import fit_tier, tier_ledger
-    how = dict(precision=PRECISION_NAMES[o.precision], device=o.device.type, world_size=o.world.size)
+    how = dict(precision=PRECISION_NAMES[o.precision], device=o.device.type, world_size=o.world.size,
+               accumulate=o.accumulate)
     def foretold(tier): return int(tier_ledger(spec, o.batch_size, tier, **how).total)
     def smaller(tier):
         tier = fit_tier(spec, o.batch_size, 9 * foretold(tier) // 10, **how)
@@ -178,6 +179,14 @@ def _notes(o:SimpleNamespace, gaps) -> list[str]:
     return [*out, f'gaps    {gaps}'] if len(gaps) else out
 
 
+def _predicted(peak:int|None, setup) -> str:
+    "The bytes in words, and where they are too few"
+    from gruckpt.measure.meter import human
+    if peak is None: return ''
+    few = '; windows with less than their whole past are packed, which takes some percent more, not counted'
+    return f', {human(peak)} predicted{"" if setup.min_past == setup.lookback else few}'
+
+
 def _prepared(o:SimpleNamespace, found) -> tuple:
     "Series and setup: those of the run that goes on, or new ones"
     from gruckpt.tft.forecast import Setup, setup_of
@@ -201,7 +210,6 @@ def _trainer(o:SimpleNamespace, found) -> tuple:
     "The trainer, and lines that say what it will do"
     import torch
     from gruckpt.tft.forecast import tft_spec, trainer_of
-    from gruckpt.measure.meter import human
     from gruckpt.training.parallel import all_or_none, check_same
     from gruckpt.training.config import TrainConfig
     if o.threads is not None: torch.set_num_threads(o.threads)
@@ -225,7 +233,7 @@ def _trainer(o:SimpleNamespace, found) -> tuple:
         *_notes(o, setup.gaps(series)),
         f'windows {len(trainer.stream.windows):,} to train on, {o.lookback} rows back, {o.horizon} ahead',
         f'model   {spec.hidden} wide, {n:,} parameters, {o.precision}, {o.device}',
-        f'tier    {tier}' + ('' if peak is None else f', {human(peak)} predicted'),
+        f'tier    {tier}{_predicted(peak, setup)}',
         f'run     {o.out}, epochs {trainer.stream.epoch + 1} to {o.epochs} of {n_steps} steps']
 
 # %% ../../nbs/commands/02_train_tft.ipynb #b2f28383

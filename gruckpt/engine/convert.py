@@ -100,6 +100,7 @@ def _hands_on(forward) -> bool:
     names = getattr(getattr(forward, '__code__', None), 'co_names', ())
     return {'super', 'forward'} <= set(names)
 
+# %% ../../nbs/engine/04_convert.ipynb #04b63c44
 def _why_left(
     module:nn.Module,   # any module
 ) -> str|None:          # None: it is no recurrent module, or it can be converted

@@ -21,7 +21,7 @@ from .encoding import Coding, Parts, cut_times, encode, fit_coding
 from .table import RESULT_COLUMN, Series, SeriesSpec, read_series, step_offset
 from ..training.checkpoint_files import load_checkpoint
 from .windows import Gaps, WindowBatch, Windows, WindowStream, extended, gaps_of
-from ..charlm.text import check_counts
+from ..training.schedule import check_counts
 from .model import TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss
 from ..training.config import TrainConfig
 from ..training.report import as_label

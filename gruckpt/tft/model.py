@@ -336,6 +336,7 @@ def _select(model:nn.Module, name:str, place:str, inputs:tuple, c, tier:Tier, dr
     group_len = None if tier.n_groups is None else -(-n_vars // min(tier.n_groups, n_vars))
     return vsn(*inputs, c, Select(name in tier.layers, group_len, *drops(f'{place}_vsn', f'{place}_joint')))
 
+# %% ../../nbs/tft/04_model.ipynb #1419778d
 def _statics(model:nn.Module, reals:dict, cats:dict, tier:Tier, drops) -> tuple:
     "(four contexts, or None and zeros; weights)"
     B, H = len(reals['target']), model.spec.hidden
@@ -519,6 +520,7 @@ def _from_neuralforecast(cls, params:dict, spec:TFTSpec, more:dict) -> TFT:
     if params: raise ValueError(f'params has more than this spec: {", ".join(sorted(params)[:3])}')
     return model
 
+# %% ../../nbs/tft/04_model.ipynb #1e93ba2a
 def to_neuralforecast(
     model:TFT,                 # without categories
     values:dict|None=None,     # tensors by our names, such as gradients; None: the parameters

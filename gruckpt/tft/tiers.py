@@ -112,22 +112,26 @@ def layer_costs(
     return tuple(sorted(rows, key=lambda r: -r.saved / max(r.work, 1e-6)))
 
 # %% ../../nbs/tft/05_tiers.ipynb #b839327b
-def _peaks(spec:TFTSpec, batch:int, tier:Tier, dtype:torch.dtype, narrow:bool) -> tuple:
-    "(peak of the forward pass, what stays for the backward pass, peak of that)"
+def _peaks(spec:TFTSpec, batch:int, tier:Tier, dtype:torch.dtype, narrow:bool, later:bool) -> tuple:
+    "(peak of the forward pass, what stays for the way back, peak of that); `later`: of a second micro-batch"
     def step(model, batch):
-        with Meter.phase('forward'), torch.autocast('cpu', torch.bfloat16, enabled=narrow):
-            loss, _ = model.loss(batch, plan=tier)
-        with Meter.phase('kept'): pass
-        with Meter.phase('backward'): loss.backward()
+        joined = 0.
+        for _ in range(1 + later):
+            with Meter.phase('forward'), torch.autocast('cpu', torch.bfloat16, enabled=narrow):
+                loss, _ = model.loss(batch, plan=tier)
+            with Meter.phase('kept'): pass
+            with Meter.phase('backward'): loss.backward()
+            joined = joined + loss.detach()
     found = shadow(step, TFT(spec, device='meta', dtype=dtype), empty_batch(spec, batch, dtype)).phases
     return found['forward'], found['kept'], found['backward']
 
 @cache
-def _moments(spec:TFTSpec, batch:int, tier:Tier, item_w:int, item:int) -> dict:
+def _moments(spec:TFTSpec, batch:int, tier:Tier, item_w:int, item:int, accumulate:int=1) -> dict:
     "Bytes by name at the fullest moments of forward and backward pass"
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[item_w]
-    forward, kept, backward = _peaks(spec, batch, tier, dtype, narrow=item < item_w)
-    given, grads = {'batch': nbytes(empty_batch(spec, 1, dtype)) * batch}, item_w * sum(_sizes(spec))
+    forward, kept, backward = _peaks(spec, batch, tier, dtype, item < item_w, accumulate > 1)
+    grads = item_w * sum(_sizes(spec))
+    given = {'batch': nbytes(empty_batch(spec, 1, dtype)) * batch * accumulate}
     now = max(backward - grads, 0)
     return {'forward: all layers': given | {'kept': kept, 'scratch': forward - kept},
             'backward: all layers': given | {'gradients': backward - now, 'kept and scratch': now},
@@ -147,8 +151,10 @@ class _Counted:
     @property
     def sizes(self) -> tuple: return _sizes(self.spec)
 
-    def moments(self, batch, tier, item_w, item, frozen=()) -> dict:
-        return dict(_moments(self.spec, batch, tier, item_w, item))
+    def moments(self, batch, tier, item_w, item, frozen=(), *, accumulate=1, teacher_forcing=1., **_) -> dict:
+        if teacher_forcing != 1:
+            raise ValueError('a TFT draws no inputs of its own; leave teacher_forcing out')
+        return dict(_moments(self.spec, batch, tier, item_w, item, accumulate))
 
 def tier_ledger(
     spec:TFTSpec,      # form of the model

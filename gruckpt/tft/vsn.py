@@ -164,6 +164,7 @@ class VarWeights(NamedTuple):
     gain:torch.Tensor
     shift:torch.Tensor
 
+# %% ../../nbs/tft/03_vsn.ipynb #0ebd577c
 class _Embedded(NamedTuple):
     "Variables as vectors, and the first map of their networks"
     xi:torch.Tensor       # V x N x H
@@ -240,6 +241,7 @@ def _product(a, b, into) -> torch.Tensor:
     "Batched a b, in `into` if that has the dtype"
     return torch.bmm(a, b) if into is None or into.dtype != a.dtype else torch.bmm(a, b, out=into)
 
+# %% ../../nbs/tft/03_vsn.ipynb #b14cafd6
 def _through_gate(dz, w:VarWeights, elu, dropped, mask, gating, into=(None, None)) -> tuple:
     "Back to the ELU's input, and gradients of second, second_bias, gate, gate_bias; weights' as `_product`"
     d = torch.ops.aten.glu_backward(dz, gating, -1)
@@ -316,6 +318,7 @@ class _Select(torch.autograd.Function):
             for i in range(len(ctx.job.groups)): _back(ctx.job, i, D.to(ctx.job.dtype), own, kept, grads)
         return None, *grads
 
+# %% ../../nbs/tft/03_vsn.ipynb #b173ed84
 def _back(
     job:_Job,
     i:int,            # number of the group
@@ -390,6 +393,7 @@ class _Joint(nn.Module):
         rest = [p for m in (self.second, self.gate.lin, self.gate.norm) for p in (m.weight, m.bias)]
         return again(partial(_weigh, drop), pre, skip, *rest, on=on)
 
+# %% ../../nbs/tft/03_vsn.ipynb #31962461
 def _weigh(drop, pre, skip, w_1, b_1, w_gate, b_gate, gain, shift):
     "The joint network from its ELU on, and the softmax"
     gating = F.linear(_dropped(F.linear(F.elu(pre), w_1, b_1), drop), w_gate, b_gate)

@@ -17,7 +17,8 @@ import torch
 
 from .encoding import Parts, Table, scale_groups, run_starts, cut_times, encode, fit_coding
 from .table import Series, SeriesSpec, later_stamps, local_times, read_series
-from ..charlm.text import check_counts, saved_place
+from ..charlm.text import saved_place
+from ..training.schedule import check_counts
 
 # %% ../../nbs/tft/02_windows.ipynb #f8e07f10
 class WindowBatch(NamedTuple):

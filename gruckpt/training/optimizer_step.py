@@ -63,6 +63,17 @@ def _why_not(loss:float, norm:float) -> str:
     return '' if math.isfinite(norm) else 'gradient norm not finite'
 
 # %% ../../nbs/training/01_optimizer_step.ipynb #8af79229
+def _read(
+    loss:torch.Tensor,   # number
+    norm:torch.Tensor,   # number
+    n_targets,           # a count on the device, or what needs no reading
+) -> list:               # their values
+    "All that must be known of a step, in one transfer from the device; no tensor of it stays"
+    facts = [loss.detach().to(norm.dtype), norm]
+    if isinstance(n_targets, torch.Tensor): facts.append(n_targets.to(norm.dtype))
+    return torch.stack(facts).tolist()
+
+# %% ../../nbs/training/01_optimizer_step.ipynb #d733c0c0
 def update(
     optimizer:torch.optim.Optimizer,  # all trained parameters, gradients in place
     loss:torch.Tensor,                # number, without `scale`
@@ -74,10 +85,7 @@ def update(
     "Clip and apply the gradients, or apply nothing; waits for the device once"
     grads = [p.grad for group in optimizer.param_groups for p in group['params'] if p.grad is not None]
     if not grads: raise ValueError('no trained parameter got a gradient; the loss does not depend on them')
-    norm = grad_norm(grads)
-    facts = [loss.detach().to(norm.dtype), norm]
-    if isinstance(n_targets, torch.Tensor): facts.append(n_targets.to(norm.dtype))
-    loss, norm, *count = torch.stack(facts).tolist()
+    loss, norm, *count = _read(loss, grad_norm(grads), n_targets)
     norm, n_targets = norm / scale, round(count[0]) if count else n_targets
     if why := _why_not(loss, norm): return Update(loss, norm, 0., lr, why, n_targets)
     clipped = _clip_scale(norm, clip)

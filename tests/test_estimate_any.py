@@ -1,0 +1,182 @@
+"""`estimate_any` against a meter on small models of the kinds that packages hold."""
+import torch
+import pytest
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, rnn
+
+from gruckpt.plan.budget import estimate_any
+from gruckpt.measure.meter import Meter, NotFollowed, nbytes, shadow
+
+MAKE = {'sgd': lambda ps: torch.optim.SGD(ps, lr=.1), 'adamw': lambda ps: torch.optim.AdamW(ps, fused=True),
+        'adamw foreach': lambda ps: torch.optim.AdamW(ps, foreach=True)}
+
+
+class Tagger(nn.Module):
+    "Embedding, LSTM in both directions, tied in and out"
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(30, 12), nn.LSTM(12, 6, 2, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(12, 30)
+        self.out.weight = self.embed.weight
+    def forward(self, ids): return self.out(self.lstm(self.embed(ids))[0])
+
+
+class Packed(Tagger):
+    "The same over sequences of other lengths, which only values tell"
+    def forward(self, batch):
+        ids, lens = batch
+        packed = rnn.pack_padded_sequence(self.embed(ids), lens, batch_first=True, enforce_sorted=False)
+        return self.out(rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+
+
+class Filling(nn.Module):
+    "Writes steps into a buffer that it made, through views, and reads them back"
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(8, 8), nn.Linear(8, 3)
+        self.register_buffer('scale', torch.ones(8))
+    def forward(self, x):
+        seen, h = torch.zeros(x.shape[1], x.shape[0], 8), x.new_zeros(len(x), 8)
+        for t, step in enumerate(x.unbind(1)):
+            h = self.cell(step, h)
+            row = seen[t]
+            row.copy_(h)
+            row.mul_(self.scale)
+            h = row.tanh()
+        return self.head(seen)
+
+
+class Conv(nn.Module):
+    "Batch norm with its buffers, dropout, a parametrized layer, a residual written in place"
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = parametrizations.weight_norm(nn.Conv1d(8, 8, 3, padding=1)), nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+    def forward(self, x):
+        y = F.dropout(self.norm(self.conv(x.transpose(1, 2))).relu_(), .1)
+        y += x.transpose(1, 2)
+        return self.head(y.mean(-1))
+
+
+def hooked():
+    "Hooks of modules, and of a parameter"
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+    model[2].register_full_backward_hook(lambda module, at_in, at_out: None)
+    model[2].weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    return model
+
+
+IDS, X = torch.randint(30, (4, 9)), torch.randn(4, 9, 8)
+LENS = (IDS, torch.tensor([9, 3, 5, 1]))
+MODELS = {'lstm, tied': (Tagger, IDS), 'packed': (Packed, LENS), 'views': (Filling, X), 'buffers': (Conv, X),
+          'hooks': (hooked, X),
+          'transformer': (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), X)}
+
+
+def loss(model, batch): return model(batch).float().square().mean()
+
+
+def metered(model, batch, optimizer, narrow=None, scale=1.):
+    "Phases of the second of two steps, with all that is handed over"
+    opt = MAKE[optimizer]([p for p in model.parameters() if p.requires_grad])
+    held = nbytes(model) + nbytes(batch)
+    def step():
+        opt.zero_grad()
+        cast = torch.autocast('cpu', narrow or torch.bfloat16, enabled=narrow is not None)
+        with Meter.phase('forward'), cast:
+            n = loss(model, batch)
+        with Meter.phase('backward'): (n * scale if scale != 1 else n).backward()
+        with Meter.phase('update'): opt.step()
+    with torch.backends.mkldnn.flags(enabled=False):
+        step()
+        opt.zero_grad()
+        with Meter(model, opt, batch) as meter: step()
+    assert held <= meter.start
+    return meter.phases
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('optimizer', MAKE)
+@pytest.mark.parametrize('kind', MODELS)
+def test_a_model_of_others_is_counted(kind, optimizer):
+    torch.manual_seed(0)
+    make, batch = MODELS[kind]
+    model = make()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    ledger = estimate_any(model, batch, loss, optimizer)
+    assert bool(ledger.note) == (kind == 'packed')
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert ledger.phases == metered(model, batch, optimizer)
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('precision, narrow, scale', [
+    ('bfloat16', torch.bfloat16, 1.), ('float16', torch.float16, 128.), ('float32', None, 1.)])
+@pytest.mark.parametrize('kind', ['views', 'hooks'])
+def test_precision_is_an_argument(kind, precision, narrow, scale):
+    torch.manual_seed(0)
+    make, batch = MODELS[kind]
+    model = make()
+    ledger = estimate_any(model, batch, loss, 'sgd', precision=precision)
+    assert ledger.phases == metered(model, batch, 'sgd', narrow, scale)
+
+
+def test_what_is_run_for_real_says_so_and_stops_in_time(monkeypatch):
+    torch.manual_seed(0)
+    model = Packed()
+    drawn = torch.get_rng_state()
+    ledger = estimate_any(model, LENS, loss, 'adamw')
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert 'run for real' in ledger.note and ledger.note in str(ledger)
+    assert ledger.note in ledger._repr_markdown_()
+    monkeypatch.setattr('gruckpt.plan.budget._free', lambda: 2 * nbytes((model, LENS)))
+    with pytest.raises(MemoryError, match='more than its limit'): estimate_any(model, LENS, loss, 'adamw')
+    monkeypatch.setattr('gruckpt.plan.budget._free', lambda: 100)
+    with pytest.raises(NotFollowed, match='no memory for a real run'):
+        estimate_any(model, LENS, loss, 'adamw')
+    with pytest.raises(NotFollowed, match='weights on cpu'): estimate_any(Packed().to('meta'), LENS, loss)
+
+
+def test_wrong_optimizers_and_precisions():
+    with pytest.raises(ValueError, match='optimizer must be one of'): estimate_any(hooked(), X, loss, 'adam')
+    with pytest.raises(ValueError, match='precision must be one of'):
+        estimate_any(hooked(), X, loss, precision='int8')
+    with pytest.raises(ValueError, match=r'hand over model.to\(torch.bfloat16\)'):
+        estimate_any(hooked(), X, loss, precision='pure bfloat16')
+
+
+def sliced(w, x):
+    y = x @ w
+    left, right = y[:, :2], y[:, 2:]
+    left.mul_(2.)
+    right.add_(left.sum())
+    return (left.sum(1) * right.sum(1)).sum()
+
+
+def rows(w, x):
+    y = x @ w
+    for t in range(1, len(y)):
+        row = y[t]
+        row.mul_(2).add_(y[t - 1])
+    return torch.cat([y[0], row]).exp().sum()
+
+
+def through_linear(w, x):
+    y = x @ w
+    view = y[:, 1:3]
+    F.relu(view, inplace=True)
+    return F.linear(F.dropout(view, .5), torch.ones(3, 2)).exp().sum()
+
+
+@pytest.mark.parametrize('fn', [sliced, rows, through_linear])
+def test_views_written_in_place_are_followed(fn):
+    def step(w, x):
+        with Meter.phase('forward'): n = fn(w, x)
+        with Meter.phase('backward'): n.backward()
+    w, x = torch.randn(6, 8, requires_grad=True), torch.randn(5, 6)
+    dark = shadow(step, w, x)
+    with Meter() as meter: step(w, x)
+    assert dark.phases == meter.phases and dark.peak == meter.peak
