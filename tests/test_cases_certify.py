@@ -295,3 +295,23 @@ def test_N03_the_package_with_a_plain_attribute_for_a_weight():
     except ValueError: return    # refused by name before anything was changed
     verdict = passes_or_stops(model, x, square, original=original)
     if verdict: assert torch.allclose(model(x), original(x), rtol=1e-10)    # it followed the weight
+
+
+def test_N06_a_mask_of_infinities_is_equal_to_itself():
+    "A buffer that masks attention; a real model had one."
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(3, 4)
+            self.register_buffer('mask', torch.full((5, 5), -torch.inf).triu(1))
+        def forward(self, x):
+            out = self.rnn(x)[0].transpose(0, 1)
+            return (out @ out.mT + self.mask).softmax(-1) @ out
+
+    torch.manual_seed(0)
+    original = Masked().double()
+    model = copy.deepcopy(original)
+    convert(model, seg_len=2)
+    x = torch.randn(5, 2, 3, dtype=torch.double)
+    cert = certify(model, x, lambda model, x: model(x).square().mean(), original=original)
+    assert cert.passed and cert.original.passed, cert

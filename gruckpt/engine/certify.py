@@ -432,7 +432,9 @@ def _difference(
     "How far a tensor is from the plain run's"
     if plain is None or again is None: return 0. if plain is again else math.inf
     if plain.shape != again.shape: return math.inf
-    apart, norm = _norm(_wide(plain) - _wide(again)), _norm(plain)
+    a, b = _wide(plain), _wide(again)
+    apart = _norm((a - b).masked_fill(a == b, 0))                # a mask of -inf is equal to itself
+    norm = _norm(a.masked_fill(a.isinf(), 0))
     return apart/norm if norm else math.inf*apart if apart else 0.
 
 # %% ../../nbs/engine/06_certify.ipynb #8e093b2d

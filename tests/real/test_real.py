@@ -12,6 +12,7 @@ from torch import nn
 
 from gruckpt.plan.budget import estimate_any
 from gruckpt.engine.certify import certify
+from gruckpt.engine.recurrent import GRU, LSTM
 
 every = pytest.mark.parametrize('real', REAL, ids=lambda o: o.id)
 cuts = pytest.mark.parametrize('cut', [False, True], ids=['uncut', 'cut'])
@@ -26,14 +27,22 @@ def step(model, batch, run, seed=3):
     return [t.detach() for t in out], {n: p.grad for n, p in model.named_parameters()}
 
 
-def close(got, want, scale=0.): return (got - want).norm() <= max(1e-10*want.norm(), 1e-13*scale)
+# their own code makes float32 tensors, so that they do not run in float64, converted or not
+FLOAT32 = {'neuralforecast: TFT', 'sb3-contrib: RecurrentActorCriticPolicy'}
+def dtype_of(real): return torch.float32 if real.id in FLOAT32 else torch.float64
+
+
+def close(got, want, scale=0.):
+    "By norm, relative to what is wanted, or to `scale` where that is zero in exact arithmetic"
+    tol = 1e-10 if want.dtype == torch.float64 else 1e-5
+    return (got - want).norm() <= tol * max(want.norm(), 1e-3*scale)
 
 
 @every
 @cuts
-def test_forward_and_gradients_in_float64(real, cut):
-    want, right = step(*build(real, torch.float64))
-    got, grads = step(*made(real, real.seg_len if cut else None, torch.float64))
+def test_forward_and_gradients(real, cut):
+    want, right = step(*build(real, dtype_of(real)))
+    got, grads = step(*made(real, real.seg_len if cut else None, dtype_of(real)))
     assert all(close(a, b) for a, b in zip(got, want, strict=True))
     assert grads.keys() == right.keys()
     largest = max(g.norm() for g in right.values() if g is not None)
@@ -46,7 +55,7 @@ def test_forward_and_gradients_in_float64(real, cut):
 def test_layers_are_replaced_and_the_rest_is_not(real):
     before, *_ = build(real)
     after, *_ = made(real)
-    ours = {n for n, m in after.named_modules() if type(m).__module__.startswith('gruckpt')}
+    ours = {n for n, m in after.named_modules() if isinstance(m, GRU | LSTM)}
     assert ours == set(real.layers)
     assert {n: type(m).__name__ for n, m in before.named_modules() if n not in ours} == {
         n: type(m).__name__ for n, m in after.named_modules() if n not in ours}
@@ -72,34 +81,38 @@ def test_optimizer_made_before(real):
     from gruckpt.engine.convert import convert
     moved = []
     for ours in (False, True):
-        model, batch, run = build(real, torch.float64)
+        model, batch, run = build(real, dtype_of(real))
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
         if ours: convert(model, seg_len=real.seg_len)
         step(model, batch, run)
         opt.step()
         moved.append(dict(model.named_parameters()))
     assert moved[0].keys() == moved[1].keys()
-    assert all(close(moved[1][n], p) for n, p in moved[0].items())
+    largest = max(p.norm() for p in moved[0].values())
+    assert all(close(moved[1][n], p, largest) for n, p in moved[0].items())
 
 
 @every
 def test_pickle(real):
-    original, *_ = build(real)
-    try: pickle.dumps(original)
+    def outputs(model, batch, run):
+        torch.manual_seed(0)
+        return numbers(run(model, batch))
+
+    def again(model, batch, run): return pickle.loads(pickle.dumps(model)), batch, run
+    original = build(real)
+    try: twin = again(*original)
     except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as e:
         pytest.skip(f'the package\'s own model cannot be pickled: {e}')
-    model, batch, run = made(real, real.seg_len)
-    again = pickle.loads(pickle.dumps(model))
-    torch.manual_seed(0)
-    want = numbers(run(model, batch))
-    torch.manual_seed(0)
-    assert all(torch.equal(a, b) for a, b in zip(numbers(run(again, batch)), want, strict=True))
+    if not all(close(a, b) for a, b in zip(outputs(*twin), outputs(*original), strict=True)):
+        pytest.skip('the package\'s own pickle gives a model of other outputs')
+    model = made(real, real.seg_len)
+    assert all(torch.equal(a, b) for a, b in zip(outputs(*again(*model)), outputs(*model), strict=True))
 
 
 @every
 def test_certify_with_both_oracles(real):
-    original, batch, run = build(real, torch.float64)
-    model, *_ = made(real, real.seg_len, torch.float64)
+    original, batch, run = build(real, dtype_of(real))
+    model, *_ = made(real, real.seg_len, dtype_of(real))
     cert = certify(model, batch, loss_of(run), original=original)
     assert cert.passed, cert
     assert cert.original.passed
