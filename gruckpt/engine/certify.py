@@ -203,14 +203,19 @@ def _no_recompute():
                 '_checkpoint_without_reentrant_generator_impl': _straight_impl}   # the last from 2.14 on
     theirs = vars(torch_checkpoint)
     swaps = {id(theirs[name]): ours for name, ours in straight.items() if name in theirs}
-    spaces = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    held = [(space, name, value) for space in spaces for name, value in list(space.items())
+    back = {id(ours): theirs[name] for name, ours in straight.items() if name in theirs}
+    held = [(space, name, value) for space in _namespaces() for name, value in list(space.items())
             if id(value) in swaps]
     for space, name, value in held: space[name] = swaps[id(value)]
     try:
         with plain(), torch.compiler.set_stance('force_eager'): yield
     finally:
         for space, name, value in held: space[name] = value
+        for space in _namespaces():              # a module that was loaded meanwhile took a stand-in along
+            for name in straight.keys() & space.keys():
+                if id(space[name]) in back: space[name] = back[id(space[name])]
+
+def _namespaces() -> list: return [vars(o) for o in list(sys.modules.values()) if isinstance(o, ModuleType)]
 
 # %% ../../nbs/engine/06_certify.ipynb #f643eb3f
 def _names(
