@@ -40,7 +40,7 @@ data-wide: setup ## 234 load profiles (simbench, ODbL, 91 MB to fetch), into dat
 demo: setup data ## train GRU-L3 on plays, about two minutes on two cores; predicted and measured bytes
 	python tools/demo.py
 
-test: fresh lint site pytest ## the checks of every change; CI runs `coverage` and `wheel` after them
+test: fresh lint site pytest ## the checks of every change; CI runs `wheel` after them
 test fresh lint site pytest coverage wheel nbtest: export OMP_NUM_THREADS = 1
 
 NB_FILES = find nbs gruckpt settings.ini pyproject.toml -type f ! -path '*/.*' ! -path '*/__pycache__/*' \
