@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from ..engine.cells import CellWeights, norm_rows
 from .step_bytes import moments_of, parts_of, rhythm, work_of
 from ..engine.head import head_loss
-from ..engine.recurrent import (GRU, cast_weights, DropoutMask, LayerRun, parameter_name, layer_weights
-                                      as _tensors_of)
+from ..engine.recurrent import GRU, DropoutMask, LayerRun, cast_weights, layer_weights, parameter_name
 from .sampling import Sampling, Tape, check_probability, draw_tape
 from ..engine.scan import scan_segments, uncompiled
 from ..plan.segment import Plan, Work, keep_each
@@ -268,7 +267,7 @@ def _cells(
     rnn = model.rnn
     names = [parameter_name('norm', k, 0) for k in range(rnn.num_layers)]
     gains = [None, *(getattr(rnn, name) if rnn.norm == 'output' else None for name in names)]
-    weights = [CellWeights(*_tensors_of(rnn, k, 0, gain)) for k, gain in enumerate(gains[:-1])]
+    weights = [CellWeights(*layer_weights(rnn, k, 0, gain)) for k, gain in enumerate(gains[:-1])]
     last = gains[-1] if gains[-1] is None else gains[-1].to(dtype)
     return [cast_weights(w, dtype) for w in weights], last
 
