@@ -18,9 +18,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from ..engine.cells import CellWeights, norm_rows
-from .step_bytes import moments_of, parts_of, rhythm, work_of
+from .step_bytes import cell_of, moments_of, parts_of, rhythm, work_of
 from ..engine.head import head_loss
-from ..engine.recurrent import GRU, DropoutMask, LayerRun, cast_weights, layer_weights, parameter_name
+from ..engine.recurrent import (DropoutMask, LayerRun, cast_weights, layers_of, layer_weights,
+                                      parameter_name)
 from .sampling import Sampling, Tape, check_probability, draw_tape
 from ..engine.scan import scan_segments, uncompiled
 from ..plan.segment import Plan, Work, keep_each
@@ -47,6 +48,8 @@ class GRUSpec:
         Reset gate `'after'` the candidate's matmul, as torch has it, or `'before'`.
     tied : bool
         Does the head use the embedding's weights?
+    cell : str
+        `'gru'` or another name in `gruckpt.engine.cells.CELLS` of a cell with one tensor of state.
     """
     vocab_size:int
     hidden:int = 256
@@ -55,9 +58,10 @@ class GRUSpec:
     norm:str|None = None
     reset:str = 'after'
     tied:bool = False
+    cell:str = 'gru'
     def __post_init__(self): _check_spec(self)
     @property
-    def n_params(self) -> int: "Parameters, exact"; return _n_params(self)
+    def n_params(self) -> int: "Numbers in all parameters, exact"; return sum(self.sizes)
     @property
     def parts(self) -> dict: "Numbers in each parameter, in order, part by part"; return parts_of(self)
     @property
@@ -82,6 +86,8 @@ def _check_spec(
     for name, allowed in (('norm', (None, 'state', 'output')), ('reset', ('after', 'before'))):
         if getattr(spec, name) not in allowed:
             raise ValueError(f'{name} must be one of {allowed}, got {getattr(spec, name)!r}')
+    if (n := cell_of(spec).n_states) > 1:
+        raise ValueError(f'cell must have one tensor of state, got {spec.cell!r} with {n}')
     if type(spec.tied) is not bool: raise ValueError(f'tied must be True or False, got {spec.tied!r}')
     if type(spec.dropout) not in (int, float) or not 0 <= spec.dropout < 1:
         raise ValueError(f'dropout must be a number from 0 up to but not including 1, got {spec.dropout!r}')
@@ -97,20 +103,11 @@ def _known(
         raise ValueError(f'a saved GRUSpec has the fields {", ".join(names)}, got {saved!r}')
     return saved
 
-# %% ../../nbs/charlm/03_model.ipynb #91f85bac
-def _n_params(
-    spec:GRUSpec,   # the model's form
-) -> int:           # equal to `sum(p.numel() for p in model.parameters())`
-    "Parameters of the model that `spec` describes"
-    V, D, L = spec.vocab_size, spec.hidden, spec.n_layers
-    gain = 0 if spec.norm is None else D
-    return L*(6*D*D + 6*D + gain) + (2 - spec.tied)*V*D + V
-
 # %% ../../nbs/charlm/03_model.ipynb #f572879e
 def _keeping(
-    rnn:GRU,          # recurrent layers
+    rnn,              # recurrent layers
     keep,             # 'hidden', 'gates', or one of them for each layer; None is as they are
-) -> GRU:             # the same parameters, buffers and hooks; `rnn` itself where nothing differs
+):                    # the same parameters, buffers and hooks; `rnn` itself where nothing differs
     "The layers, told what to keep for their backward pass; `rnn` does not change"
     if keep in (None, rnn.keep): return rnn
     told = copy.copy(rnn)
@@ -124,7 +121,8 @@ class _Layers(nn.Module):
         super().__init__()
         V, D = spec.vocab_size, spec.hidden
         self.spec, self.embed = spec, nn.Embedding(V, D)
-        self.rnn = GRU(D, D, spec.n_layers, dropout=spec.dropout, norm=spec.norm, reset=spec.reset)
+        norm = 'output' if spec.norm == 'output' else None
+        self.rnn = layers_of(cell_of(spec), D, D, spec.n_layers, dropout=spec.dropout, norm=norm)
         self.rnn._read_only_output = True      # only the head and the loss read it: it need not be a copy
         self.head = nn.Linear(D, V)
         if spec.tied: self.head.weight = self.embed.weight
@@ -255,7 +253,7 @@ def _drawn_seed() -> int:
 # %% ../../nbs/charlm/03_model.ipynb #a0cb5d5f
 def _arithmetic(model:_Layers) -> torch.dtype:
     "The type that the layers compute in at this place"
-    w = model.rnn.weight_hh_l0
+    w = model.rnn.weight_ih_l0
     cast = torch.is_autocast_enabled(w.device.type) and w.dtype != torch.float64
     return torch.get_autocast_dtype(w.device.type) if cast else w.dtype
 

@@ -49,7 +49,7 @@ def _theirs(cls):
                      'layer to put in its place')
 
 # %% ../../nbs/engine/04_convert.ipynb #be73671c
-_OPTIONS = ('cell', 'norm', 'seg_len', 'keep', 'chunk_len')      # what our layers hold and torch's do not
+_OPTIONS = ('cell', 'norm', 'seg_len', 'keep', 'chunk_len', 'backend')    # what torch's do not hold
 
 def _class_in(
     rnn:nn.RNNBase,   # a layer
@@ -64,7 +64,8 @@ def _class_in(
 def _become_ours(rnn:nn.RNNBase, cls, seg_len:int|None, keep:str):
     cell = GRUCell('after') if issubclass(cls, GRU) else LSTMCell()
     vars(rnn).pop('_flat_weights', None)
-    vars(rnn).update(cell=cell, norm=None, seg_len=seg_len, keep=keep, chunk_len=None, _flat_weight_refs=[])
+    vars(rnn).update(cell=cell, norm=None, seg_len=seg_len, keep=keep, chunk_len=None, backend='auto',
+                     _flat_weight_refs=[])
     rnn.__class__ = cls
 
 def _become_torchs(rnn:GRU|LSTM, cls):

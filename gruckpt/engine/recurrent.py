@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['NO_SECOND_DERIVATIVE', 'mixed_seed', 'DropoutMask', 'LayerRun', 'weight_slots', 'cast_weight', 'cast_weights',
            'gradient_sums', 'own_gradients', 'refuse_second_backward', 'check_layer_options', 'parameter_name',
-           'weight_names', 'layer_places', 'layer_weights', 'has_torch_twin', 'GRU', 'LSTM', 'LayerBytes',
-           'norm_scratch', 'norm_back_scratch']
+           'weight_names', 'layer_places', 'layer_weights', 'has_torch_twin', 'GRU', 'LSTM', 'Recurrent', 'layers_of',
+           'LayerBytes', 'norm_scratch', 'norm_back_scratch']
 
 # %% ../../nbs/engine/03_recurrent.ipynb #23ba92ab
 import copy
 import math
 from dataclasses import dataclass, fields
 from functools import cache
+from math import prod
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .cells import (NORM_EPS, ONCE, CellWeights, GRUCell, LSTMCell, NormedGRUCell, loop,
-                                  norm_rows, norm_rows_back)
+from .cells import (NORM_EPS, ONCE, Backend, CellWeights, GRUCell, LSTMCell, Scratch,
+                                  backend_for, loop, make_cell, norm_rows, norm_rows_back)
 from .scan import (NO_FORWARD_MODE, scan_spans, grad_sink, is_plain, plain, refuse_transforms,
                                  uncompiled)
 from ..plan.segment import checked_keep, default_chunk_len, keep_each
@@ -79,6 +80,7 @@ class LayerRun:
     drop : dropout on its input
     dtype : of the arithmetic
     top : is it the last of its stack?
+    backend : who runs the walks, a name for `backend_for`
     """
     cell: object
     keep: str
@@ -87,13 +89,15 @@ class LayerRun:
     drop: DropoutMask|None
     dtype: torch.dtype
     top: bool = False
+    backend: str = 'auto'
 
-    def chunks(self, T:int, B:int) -> list:
+    def chunks(self, T:int, B:int, device:str='cpu') -> list:
         "(start, stop) of the chunks in the order of computation"
-        n = min(self.chunk_len or default_chunk_len(B), T)
+        n = min(self.chunk_len or default_chunk_len(B, device), T)
         cuts = [(a, min(a + n, T)) for a in range(0, T, n)]
         return cuts[::-1] if self.flipped else cuts
 
+    def walk(self, x) -> Backend: return backend_for(self.cell, x.device.type, self.backend)
     def order(self, n:int): return range(n - 1, -1, -1) if self.flipped else range(n)
 
     def views(self, states:list, a:int, b:int) -> tuple:
@@ -141,16 +145,16 @@ def _layer_forward(
     w:CellWeights,      # in the arithmetic's dtype
 ) -> tuple:             # (states, each T+1 x B x width; all gates, or with keep='hidden' the last chunk's)
     "Run a layer over all its steps"
-    (T, B), cell, H = x.shape[:2], job.cell, w.w_h.shape[0] // job.cell.n_gates
+    (T, B), cell, H = x.shape[:2], job.cell, w.w_i.shape[0] // job.cell.n_gates
     states = [s.new_empty(T + 1, *s.shape, dtype=job.dtype) for s in state]
     for kept, s in zip(states, state): kept[T if job.flipped else 0].copy_(s)
-    bias, chunks = cell.bias(w), job.chunks(T, B)
+    bias, chunks, walk = cell.bias(w), job.chunks(T, B, x.device.type), job.walk(x)
     longest = max(b - a for a, b in chunks)
     gates = x.new_empty(T if job.keep == 'gates' else longest, B, cell.n_slots * H, dtype=job.dtype)
     for a, b in chunks:
         part = gates[a:b] if job.keep == 'gates' else gates[:b - a]
         cell.project(job.x(x, a, b, w.x_gain), w, bias, part)
-        cell.advance(part, *job.views(states, a, b), w, job.order(b - a))
+        walk.advance(cell, part, *job.views(states, a, b), w, job.order(b - a))
     return states, gates
 
 # %% ../../nbs/engine/03_recurrent.ipynb #19e838fb
@@ -192,8 +196,8 @@ def _layer_backward(
     room=None,                  # the gates of the last chunk, if they are there; written over
 ):
     "Walk a layer back over all its steps"
-    (T, B), cell, H = x.shape[:2], job.cell, w.w_h.shape[0] // job.cell.n_gates
-    bias, chunks = cell.bias(w), job.chunks(T, B)
+    (T, B), cell, H = x.shape[:2], job.cell, w.w_i.shape[0] // job.cell.n_gates
+    bias, chunks, walk = cell.bias(w), job.chunks(T, B, x.device.type), job.walk(x)
     longest = max(b - a for a, b in chunks)
     there = None if room is None else chunks[-1]
     if room is None: room = x.new_empty(longest, B, cell.n_slots * H, dtype=job.dtype)
@@ -205,7 +209,7 @@ def _layer_backward(
             cell.project(x_NI, w, bias, part)
             cell.rebuild(part, prev, new, w, some[0])
         kept = cell.factors(part if gates is None else gates[a:b], prev, new, part, some, w)
-        cell.reverse(part, kept, None if dout is None else dout[a:b], dstate, w, reversed(job.order(n)))
+        walk.reverse(cell, part, kept, None if dout is None else dout[a:b], dstate, w, job.order(n)[::-1])
         direct = dx is not None and job.drop is None and w.x_gain is None and dx.dtype == job.dtype
         into = dx[a:b] if direct else None if dx is None and sums.x_gain is None else torch.empty_like(x_NI)
         cell.collect(part, x_NI, prev, kept, w, sums, into if into is None else into.view(x_NI.shape), some)
@@ -304,8 +308,12 @@ def weight_names(
     direction:int,   # 1: against the order of time
 ) -> list:
     "Names of one layer and direction's parameters, in torch's order; a norm's gain is not among them"
-    kinds = ['weight_ih', 'weight_hh'] + ['bias_ih', 'bias_hh'] * bool(rnn.bias)
-    return [parameter_name(kind, layer, direction) for kind in kinds + ['weight_hr'] * bool(rnn.proj_size)]
+    cell = getattr(rnn, 'cell', None) or (LSTMCell() if rnn.mode == 'LSTM' else GRUCell())
+    kinds = _kinds(cell, bool(rnn.bias), bool(rnn.proj_size))
+    return [parameter_name(kind, layer, direction) for kind in kinds if kind != 'norm']
+
+@cache
+def _kinds(cell, bias:bool, projected:bool) -> tuple: return tuple(cell.shapes(1, 2, bias, int(projected)))
 
 def layer_places(
     rnn,   # a layer, torch's or ours
@@ -336,27 +344,49 @@ class _Drop_in(nn.RNNBase):
         nn.Module.__setstate__(self, state)
         self._flat_weight_refs = []
         if '_all_weights' in state: return
-        self.mode = _mode(self.cell)
+        self.mode, self.backend = _mode(self.cell), 'auto'
         self._all_weights = [weight_names(self, *place) for place in layer_places(self)]
         self._flat_weights_names = [name for names in self._all_weights for name in names]
 
     def __prepare_scriptable__(self): raise RuntimeError(_UNSCRIPTED)
 
-def _mode(cell) -> str:
-    "Torch's word for the kind of layer"
-    return 'LSTM' if isinstance(cell, LSTMCell) else 'GRU'
+def _mode(cell) -> str|None:
+    "Torch's word for the kind of layer; None for one that torch has not"
+    return {GRUCell: 'GRU', LSTMCell: 'LSTM'}.get(type(cell))
+
+# %% ../../nbs/engine/03_recurrent.ipynb #bed07cc8
+def _begin(rnn, cell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+           proj_size, **factory):
+    "What torch's base class does, for a cell that it does not know"
+    nn.Module.__init__(rnn)
+    rnn.mode, rnn.cell, rnn._flat_weight_refs = cell.form.upper(), cell, []
+    rnn.input_size, rnn.hidden_size, rnn.num_layers, rnn.bias = input_size, hidden_size, num_layers, bias
+    rnn.batch_first, rnn.dropout, rnn.bidirectional = batch_first, float(dropout), bidirectional
+    rnn.proj_size = proj_size
+    for k, d in layer_places(rnn):
+        width = input_size if not k else (2 if bidirectional else 1)*hidden_size
+        for name, shape in cell.shapes(width, hidden_size, bias, proj_size).items():
+            if name == 'norm': continue
+            rnn.register_parameter(parameter_name(name, k, d), nn.Parameter(torch.empty(shape, **factory)))
+    rnn._all_weights = [weight_names(rnn, *place) for place in layer_places(rnn)]
+    rnn._flat_weights_names = [name for names in rnn._all_weights for name in names]
+    rnn.reset_parameters()
 
 # %% ../../nbs/engine/03_recurrent.ipynb #deec83ab
 class _Recurrent(_Drop_in):
-    "What GRU and LSTM share: parameters and options"
+    "What all layers share: parameters and options"
     def __init__(self, cell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-                 *, norm=None, seg_len=None, keep='hidden', chunk_len=None, proj_size=0, **factory):
+                 *, norm=None, seg_len=None, keep='hidden', chunk_len=None, backend='auto', proj_size=0,
+                 **factory):
         check_layer_options(input_size, hidden_size, num_layers, dropout, norm, seg_len, keep, chunk_len,
                        proj_size)
-        nn.RNNBase.__init__(self, _mode(cell), input_size, hidden_size, num_layers, bias, batch_first,
-                            dropout, bidirectional, proj_size, **factory)
+        sizes = input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size
+        mode = _mode(cell)
+        if mode is None: _begin(self, cell, *sizes, **factory)
+        else: nn.RNNBase.__init__(self, mode, *sizes, **factory)
         self.cell, self.norm, self.seg_len, self.keep, self.chunk_len = cell, norm, seg_len, keep, chunk_len
-        for place in layer_places(self) if norm else []:
+        self.backend = backend
+        for place in layer_places(self) if norm or 'norm' in _kinds(cell, bias, False) else []:
             gain = parameter_name('norm', *place)
             self.register_parameter(gain, nn.Parameter(torch.ones(hidden_size, **factory)))
             for name in [*weight_names(self, *place), gain]:      # the gain after its own layer's weights
@@ -382,7 +412,7 @@ class _Normed(torch.autograd.Function):
         ctx.save_for_backward(x, gain)
         w = cast_weight(gain, x.dtype, *ctx.slots)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for a, b in _stretches(*x.shape[:2]): norm_rows(x[a:b], w, out=y[a:b])
+        for a, b in _stretches(x): norm_rows(x[a:b], w, out=y[a:b])
         return y
 
     @staticmethod
@@ -391,16 +421,17 @@ class _Normed(torch.autograd.Function):
         x, gain = ctx.saved_tensors
         w, sums = cast_weight(gain, x.dtype, *ctx.slots), gradient_sums(ctx, [gain])
         dx = dy.clone(memory_format=torch.contiguous_format)
-        for a, b in _stretches(*x.shape[:2]):
+        for a, b in _stretches(x):
             norm_rows_back(x[a:b].flatten(0, 1), w, dx[a:b].flatten(0, 1), *sums)
         return dx if ctx.needs_input_grad[0] else None, *own_gradients(ctx, sums, [gain])
 
     @staticmethod
     def jvp(ctx, *tangents): raise RuntimeError(NO_FORWARD_MODE.format('this layer'))
 
-def _stretches(T:int, B:int) -> list:
+def _stretches(x) -> list:
     "(start, stop) of chunks of all steps"
-    n = min(default_chunk_len(B), T)
+    T, B = x.shape[:2]
+    n = min(default_chunk_len(B, x.device.type), T)
     return [(a, min(a + n, T)) for a in range(0, T, n)]
 
 def _normed(x, gain):
@@ -415,9 +446,11 @@ def layer_weights(
     x_gain,           # gain of an RMSNorm on the input, or None
 ) -> list:
     "The tensors of `CellWeights` for layer k, direction d"
-    def get(name, there=True): return getattr(rnn, parameter_name(name, k, d)) if there else None
-    return [get('weight_ih'), get('weight_hh'), get('bias_ih', rnn.bias), get('bias_hh', rnn.bias),
-            get('norm', rnn.norm == 'state'), get('weight_hr', rnn.proj_size), x_gain]
+    names = {*_kinds(rnn.cell, bool(rnn.bias), bool(rnn.proj_size))}
+    def get(name): return getattr(rnn, parameter_name(name, k, d)) if name in names else None
+    return [*map(get, _OF_TORCH), x_gain]
+
+_OF_TORCH = 'weight_ih', 'weight_hh', 'bias_ih', 'bias_hh', 'norm', 'weight_hr'   # as `CellWeights` has them
 
 def _plain_layer(job:LayerRun, x, state:list, w:list) -> list:
     "What `_Layer` computes, as a loop that autograd follows"
@@ -437,9 +470,9 @@ def _read(rnn:_Recurrent, layers:tuple) -> tuple:
     return found, gain
 
 def _dtype_of(x, w:list) -> torch.dtype:
-    "The type of the arithmetic: autocast's where it is on, else the recurrent weight's"
+    "The type of the arithmetic: autocast's where it is on, else the weights'"
     cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(x.device.type) if cast else w[1].dtype
+    return torch.get_autocast_dtype(x.device.type) if cast else w[0].dtype
 
 # %% ../../nbs/engine/03_recurrent.ipynb #0b085841
 def _one_layer(rnn:_Recurrent, k:int, d:int, w:list, x, state:list, seed, start:int):
@@ -447,7 +480,7 @@ def _one_layer(rnn:_Recurrent, k:int, d:int, w:list, x, state:list, seed, start:
     p = rnn.dropout if rnn.training and k else 0.
     drop = DropoutMask(p, seed, k, start) if p else None
     keep, top = keep_each(rnn.keep, rnn.num_layers)[k], k == rnn.num_layers - 1
-    job = LayerRun(rnn.cell, keep, rnn.chunk_len, d == 1, drop, _dtype_of(x, w), top)
+    job = LayerRun(rnn.cell, keep, rnn.chunk_len, d == 1, drop, _dtype_of(x, w), top, rnn.backend)
     if is_plain(): out, *final = _plain_layer(job, x, state, w)
     else: out, *final = _Layer.apply(job, len(state), x, *state, *w)
     return out, final
@@ -591,8 +624,8 @@ def _run_packed(rnn:_Recurrent, read:dict, packed:PackedSequence, states:list|No
     return PackedSequence(out, batch_sizes, order, back), finals
 
 def _weight_of(read:dict) -> torch.Tensor:
-    "The first layer's recurrent weight"
-    return next(iter(read.values()))[0][0][1]
+    "The first layer's input weights"
+    return next(iter(read.values()))[0][0][0]
 
 # %% ../../nbs/engine/03_recurrent.ipynb #c9d2a835
 def _exporting() -> bool: return torch.compiler.is_exporting() or torch.jit.is_tracing()
@@ -601,7 +634,7 @@ def has_torch_twin(
     rnn,    # a layer
 ) -> bool:
     "Does torch have a layer that computes the same?"
-    return rnn.norm is None and rnn.cell in (LSTMCell(), GRUCell('after'))
+    return rnn.norm is None and rnn.cell in (LSTMCell(), GRUCell())
 
 def _by_torch(rnn:_Recurrent, x) -> bool:
     "Is this call for torch's own forward? On `meta` every one: no numbers are there, the shapes are right"
@@ -654,7 +687,7 @@ def _steps_once(rnn:_Recurrent, read:dict, x, states:list, seed) -> bool:
     "Is this a call of one step that can go straight?"
     if len(x) > 1 or seed is not None or rnn.bidirectional or is_plain(): return False
     if rnn._read_only_output: return False                     # its bytes are counted the general way
-    known = type(rnn.cell) is LSTMCell or type(rnn.cell) is GRUCell and rnn.cell.reset == 'after'
+    known = rnn.cell in (LSTMCell(), GRUCell())
     same = all(t.dtype == x.dtype for t in (_weight_of(read), *states))
     return known and rnn.norm is None and same and not torch.is_autocast_enabled(x.device.type)
 
@@ -719,14 +752,15 @@ class GRU(_Recurrent, nn.GRU):
     seg_len : steps in a segment of time, recomputed in the backward pass; None does not cut
     keep : 'hidden' keeps the states, 'gates' the gates too and rebuilds nothing; a tuple has a word a layer
     chunk_len : steps whose gates are in flight at a time; None chooses by the batch
+    backend : who runs the walks of a chunk, see `gruckpt.engine.cells.backend_for`
     """
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.,
                  bidirectional=False, device=None, dtype=None, *, norm=None, reset='after', seg_len=None,
-                 keep='hidden', chunk_len=None):
-        cell = NormedGRUCell(reset) if norm == 'state' else GRUCell(reset)
+                 keep='hidden', chunk_len=None, backend='auto'):
+        cell = GRUCell(reset, 'rms' if norm == 'state' else None)
         super().__init__(cell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
-                         norm=norm, seg_len=seg_len, keep=keep, chunk_len=chunk_len, device=device,
-                         dtype=dtype)
+                         norm=norm, seg_len=seg_len, keep=keep, chunk_len=chunk_len, backend=backend,
+                         device=device, dtype=dtype)
 
     @uncompiled
     def forward(self, input, hx=None, *, seed=None, start=0):
@@ -754,13 +788,14 @@ class LSTM(_Recurrent, nn.LSTM):
     seg_len : steps in a segment of time, recomputed in the backward pass; None does not cut
     keep : 'hidden' keeps the states, 'gates' the gates too and rebuilds nothing; a tuple has a word a layer
     chunk_len : steps whose gates are in flight at a time; None chooses by the batch
+    backend : who runs the walks of a chunk, see `gruckpt.engine.cells.backend_for`
     """
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.,
                  bidirectional=False, proj_size=0, device=None, dtype=None, *, seg_len=None, keep='hidden',
-                 chunk_len=None):
+                 chunk_len=None, backend='auto'):
         super().__init__(LSTMCell(), input_size, hidden_size, num_layers, bias, batch_first, dropout,
-                         bidirectional, seg_len=seg_len, keep=keep, chunk_len=chunk_len, proj_size=proj_size,
-                         device=device, dtype=dtype)
+                         bidirectional, seg_len=seg_len, keep=keep, chunk_len=chunk_len, backend=backend,
+                         proj_size=proj_size, device=device, dtype=dtype)
 
     @uncompiled
     def forward(self, input, hx=None, *, seed=None, start=0):
@@ -769,10 +804,63 @@ class LSTM(_Recurrent, nn.LSTM):
         out, (h_n, c_n) = _call(self, input, None if hx is None else list(hx), seed, start)
         return out, (h_n, c_n)
 
+# %% ../../nbs/engine/03_recurrent.ipynb #69d67f32
+class Recurrent(_Recurrent):
+    """Layers of any cell, with the arguments of torch's.
+
+    Parameters
+    ----------
+    cell : a name in `gruckpt.engine.cells.CELLS`, or a cell
+    input_size : width of the input, I
+    hidden_size : width of the state, D
+    num_layers : layers, each on the output of the one below
+    bias : with biases
+    batch_first : input and output are B x T x width instead of T x B x width
+    dropout : on the input of every layer but the first, in training; masks do not depend on seg_len
+    bidirectional : a second direction a layer, output 2D wide
+    device : of the parameters
+    dtype : of the parameters
+    norm : None, or 'output' (RMSNorm on what a layer puts out); a norm on the state belongs to the cell
+    seg_len : steps in a segment of time, recomputed in the backward pass; None does not cut
+    keep : 'hidden' keeps the states, 'gates' the gates too and rebuilds nothing; a tuple has a word a layer
+    chunk_len : steps whose gates are in flight at a time; None chooses by the batch
+    backend : who runs the walks of a chunk, see `gruckpt.engine.cells.backend_for`
+    """
+    def __init__(self, cell, input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.,
+                 bidirectional=False, device=None, dtype=None, *, norm=None, seg_len=None, keep='hidden',
+                 chunk_len=None, backend='auto'):
+        if isinstance(cell, str): cell = make_cell(cell)
+        if norm == 'state':
+            raise ValueError("norm must be None or 'output', got 'state'; a cell norms its state")
+        super().__init__(cell, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
+                         norm=norm, seg_len=seg_len, keep=keep, chunk_len=chunk_len, backend=backend,
+                         device=device, dtype=dtype)
+
+    def extra_repr(self) -> str: return f'{self.cell.form!r}, {super().extra_repr()}'
+
+    @uncompiled
+    def forward(self, input, hx=None, *, seed=None, start=0):
+        "(output, state), shaped as torch.nn.GRU's, or with several tensors as torch.nn.LSTM's"
+        states = hx if hx is None or isinstance(hx, tuple | list) else [hx]
+        out, found = _call(self, input, None if states is None else list(states), seed, start)
+        return out, found[0] if len(found) == 1 else tuple(found)
+
+def layers_of(
+    cell,        # a `Cell`
+    *sizes,      # input_size, hidden_size, num_layers
+    norm:str|None=None,   # None or 'output'
+    **options,   # as for GRU, LSTM or Recurrent
+):
+    "The layers of a cell: GRU or LSTM where torch has a form of it, so that its tools know it"
+    if isinstance(cell, GRUCell):
+        return GRU(*sizes, reset=cell.reset, norm='state' if cell.norm else norm, **options)
+    if isinstance(cell, LSTMCell) and norm is None: return LSTM(*sizes, **options)
+    return Recurrent(cell, *sizes, norm=norm, **options)
+
 # %% ../../nbs/engine/03_recurrent.ipynb #5e2f90d9
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes that a GRU layer of one direction allocates for a stretch of steps
+    """Bytes that a layer of one direction allocates for a stretch of steps
 
     Parameters
     ----------
@@ -789,6 +877,8 @@ class LayerBytes:
     x_trained : does its gain get a gradient?
     trained : do the weights get a gradient?
     into : does the input get one?
+    device : type of the device, which decides how many steps a chunk has
+    backend : who runs the walks
     """
     cell: object
     n_in: int
@@ -803,29 +893,43 @@ class LayerBytes:
     x_trained: bool = True
     trained: bool = True
     into: bool = True
+    device: str = 'cpu'
+    backend: str = 'auto'
 
     @property
     def row(self) -> int: "The states of one step"; return self.batch * self.width * self.item
     @property
-    def normed(self) -> bool: return isinstance(self.cell, NormedGRUCell)
+    def numbers(self) -> int: "In its weights"; return _numbers(self.cell, self.n_in, self.width)
     @property
     def copied(self) -> bool:
         "Is a chunk's input copied?"
         return self.dropped or self.x_normed or self.item_x != self.item
-    def chunk(self, n): "Steps whose gates are in flight"; return np.minimum(n, default_chunk_len(self.batch))
-    def states(self, n): "What `keep='hidden'` keeps"; return (n + 1) * self.row
+    def chunk(self, n):
+        "Steps whose gates are in flight"
+        return np.minimum(n, default_chunk_len(self.batch, self.device))
+    def states(self, n): "What `keep='hidden'` keeps"; return self.cell.n_states * (n + 1) * self.row
     def gates(self, n): return n * self.cell.n_slots * self.row
     def output(self, n): "The copy that a caller gets, where nobody says it is only read"; return n * self.row
     def record(self, n): return self.states(n) + (self.keep == 'gates') * self.gates(n)
     def part(self, n): "The input of a chunk"; return self.chunk(n) * self.batch * self.n_in * self.item
     def casts(self) -> int: "Copies of the weights in the type of the arithmetic"; return _casts(self)
+    def scratch(self, n) -> Scratch: "Of the cell's operations on a chunk"; return _scratch(self, n)
     def forward(self, n): "Scratch of the forward pass"; return _forward_scratch(self, n)
     def backward(self, n): "Scratch of the backward pass"; return _backward_scratch(self, n)
 
 # %% ../../nbs/engine/03_recurrent.ipynb #9f08baea
 def _casts(o:LayerBytes) -> int:
-    D, I = o.width, o.n_in
-    return 0 if o.item == o.item_w else o.item * (3*D*I + 3*D*D + 6*D + o.normed*D + o.x_normed*I)
+    return 0 if o.item == o.item_w else o.item * (o.numbers + o.x_normed*o.n_in)
+
+@cache
+def _numbers(cell, n_in:int, width:int) -> int: return sum(map(prod, cell.shapes(n_in, width).values()))
+
+def _scratch(o:LayerBytes, n) -> Scratch:
+    n_rows, walk = o.chunk(n) * o.batch, backend_for(o.cell, o.device, o.backend)
+    found = o.cell.scratch(o, n_rows)
+    if walk.scratch is None: return found
+    advance, reverse = walk.scratch(o, n_rows)
+    return found._replace(advance=advance, reverse=reverse)
 
 def norm_scratch(
     o:LayerBytes,   # the layer
@@ -845,34 +949,26 @@ def norm_back_scratch(
     return np.maximum(norm_scratch(o, n), c * o.item + 2*o.part(n) + sums)
 
 def _forward_scratch(o:LayerBytes, n):
-    "The gates of a chunk, the bias, and the larger of what the projection and a step need"
-    wide, D = max(o.item, 4), o.width
-    gates = 0 if o.keep == 'gates' else o.gates(o.chunk(n))
-    step = (o.cell.reset == 'before') * o.row                                          # r * h
-    if o.normed: step += o.row + wide * (o.batch * (D + 1) + (o.item != wide) * D)     # `_norm_emit`
+    "The gates of a chunk, the bias, and the larger of what the projection and the walk need"
+    gates, cell = 0 if o.keep == 'gates' else o.gates(o.chunk(n)), o.scratch(n)
     x = (o.copied + o.dropped + (o.dropped and o.x_normed)) * o.part(n)
-    return gates + 3*D*o.item + np.maximum(np.maximum(x, o.x_normed * norm_scratch(o, n)), step)
+    return gates + cell.bias + np.maximum(np.maximum(x, o.x_normed * norm_scratch(o, n)), cell.advance)
 
 # %% ../../nbs/engine/03_recurrent.ipynb #ce8475c5
 def _stages(o:LayerBytes, n) -> list:
     "What each stage of a chunk of the backward pass needs for itself"
-    c, B, D, before = o.chunk(n), o.batch, o.width, o.cell.reset == 'before'
-    wide, sums = max(o.item, 4), max(o.item_w, 4)
-    inv = o.normed * c * B * o.item                                      # 1/rms
-    product = 3*D * max(D, before * o.n_in) * o.item if sums != o.item else 0   # else added in place
-    rows = (3 if before else 3 + 4) * D * sums                           # the sums of the biases' gradients
-    norm = c * B * (D + 1) * wide if o.item == wide else 2 * c * B * D * wide
+    cell, part = o.scratch(n), o.part(n)
     into = o.into and (o.dropped or o.item_x != o.item) or o.x_normed
-    return [o.dropped * (1 + o.x_normed) * o.part(n),                    # the mask of the input
-            o.x_normed * (norm_scratch(o, n) - o.part(n)),              # the norm of the input, before it is
-            o.normed * norm,                                             # the norm's factors
-            inv + before * o.row + o.normed * (o.row + B * o.item),      # walk, then collect
-            inv + into * o.part(n) + np.maximum(o.dropped * o.part(n), o.trained * max(rows, product)),
-            inv + o.x_normed * (o.part(n) + norm_back_scratch(o, n))]
+    return [o.dropped * (1 + o.x_normed) * part,                         # the mask of the input
+            o.x_normed * (norm_scratch(o, n) - part),                    # the norm of the input, before it is
+            cell.factors,
+            cell.kept + cell.reverse,
+            cell.kept + into * part + np.maximum(o.dropped * part, o.trained * cell.collect),
+            cell.kept + o.x_normed * (part + norm_back_scratch(o, n))]
 
 def _backward_scratch(o:LayerBytes, n):
     "The gates and factors of a chunk, the bias, dh, the input if it is copied, and the largest stage"
     most, *others = _stages(o, n)
     for stage in others: most = np.maximum(most, stage)
     rows = (o.cell.n_slots + o.cell.n_spare) * o.chunk(n) * o.row
-    return rows + 3*o.width*o.item + o.row + o.copied * o.part(n) + most
+    return rows + o.scratch(n).bias + o.cell.n_states * o.row + o.copied * o.part(n) + most
