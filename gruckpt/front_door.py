@@ -15,7 +15,7 @@ NAMES = {
     'plan.segment': 'Plan cut_frontier lower_bound replay',
     'plan.budget': 'Card DoesNotFit GPUS Ledger Rates estimate estimate_any fit frontier max_batch what_fits',
     'engine.scan': 'is_plain plain scan_segments',
-    'engine.recurrent': 'GRU LSTM',
+    'engine.recurrent': 'GRU LSTM Recurrent',
     'engine.convert': 'Conversion convert revert',
     'engine.head': 'head_loss',
     'engine.certify': 'Certificate certify gradient_flow',

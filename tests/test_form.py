@@ -329,16 +329,29 @@ def uncommented(f, lines):
     return [p.arg for p in named if p not in helped and '#' not in lines[p.end_lineno - 1][p.end_col_offset:]]
 
 
+def bases(d): return [ast.unparse(o) for o in d.bases]
+
+
+@cache
+def protocols():
+    "Methods that a protocol documents for the classes that name it as their base."
+    found = [d for module in MODULES for c in exported(module) for d in definitions(c)
+             if isinstance(d, ast.ClassDef) and 'Protocol' in bases(d)]
+    def methods(d): return [o for o in d.body if isinstance(o, ast.FunctionDef)]
+    return {d.name: {o.name for o in methods(d) if ast.get_docstring(o)} for d in found}
+
+
 def undocumented_class(d, lines):
     "Methods of more than a line without a docstring; fields and parameters of `__init__` without a word."
     doc = ast.get_docstring(d) or ''
+    elsewhere = set().union(*(protocols().get(name, set()) for name in bases(d)))
     for o in d.body:
         if isinstance(o, ast.AnnAssign): names = [o.target.id]
         elif isinstance(o, ast.FunctionDef) and o.name == '__init__': names = uncommented(o, lines)
         else: names = []
         yield from (f'{d.name}({n})' for n in names if n[0] != '_' and not re.search(rf'^{n} :', doc, re.M))
         public = isinstance(o, ast.FunctionDef) and o.name[0] != '_' and o.end_lineno > o.lineno
-        if public and not ast.get_docstring(o): yield f'{d.name}.{o.name}'
+        if public and o.name not in elsewhere and not ast.get_docstring(o): yield f'{d.name}.{o.name}'
 
 
 def undocumented(cell):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from ..training.checkpoint_files import write_whole
 from ..charlm.model import GRULM, GRUSpec
 from ..measure.meter import Meter, Timing, human, timed
-from ..engine.recurrent import GRU
+from ..engine.cells import CELLS, make_cell
+from ..engine.recurrent import GRU, Recurrent
 from ..charlm.sampling import Sampling, check_probability
 from ..engine.scan import plain, scan_segments
 from ..plan.segment import Plan, default_chunk_len
@@ -74,16 +76,19 @@ def _flops(
     size:_Size,      # what is run
     rebuilt:bool,    # are the gates rebuilt from kept states?
     n_extra:int,     # steps that run forward a second time
+    cell=None,       # of the layers; None: a GRU
 ) -> int:
     "Floating-point operations in the matmuls of a training step; elementwise work is not counted"
-    layer = 2 * size.batch * 3*size.hidden * 2*size.hidden
-    unasked = 0 if size.input_grad else layer//2 * size.n_steps
+    shapes = (cell or make_cell('gru')).shapes(size.hidden, size.hidden)
+    into, layer = (2 * size.batch * sum(prod(shapes.get(name, (0,))) for name in names)
+                   for names in (('weight_ih',), ('weight_ih', 'weight_hh')))
+    unasked = 0 if size.input_grad else into * size.n_steps
     there = layer * _last_chunk(size) * (size.plan.n_segments - 1) if rebuilt and n_extra else 0
     return size.n_layers * layer * (size.n_steps * (3 + rebuilt) + n_extra) - unasked - there
 
 def _last_chunk(size:_Size) -> int:
     "Steps of a whole segment's last chunk"
-    c = default_chunk_len(size.batch)
+    c = default_chunk_len(size.batch, size.device)
     return (size.plan.seg_len - 1) % c + 1
 
 # %% ../../nbs/bench/00_rnn.ipynb #2c0a7dba
@@ -217,6 +222,7 @@ class _Case:
     n_extra:int|None = None
     rebuilt:bool = False
     note:str|None = None
+    cell:object = None    # of its layers; None: a GRU's
 
 def _jax_cases(size:_Size) -> list:
     "The rows that JAX runs; a note in their place where it cannot"
@@ -233,6 +239,15 @@ def _jax_cases(size:_Size) -> list:
             for i, (n, plan) in enumerate(zip(names, plans))]
 
 # %% ../../nbs/bench/00_rnn.ipynb #00350134
+def _other_cells(size:_Size) -> list:
+    "(name, layers) of every registered cell beside the GRU that has its state"
+    cells = {name: make_cell(name) for name in CELLS if name != 'gru'}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = [(name, Recurrent(cell, size.hidden, size.hidden, size.n_layers))
+                 for name, cell in cells.items() if cell.n_states == 1]
+    return [(name, rnn.to(size.device, getattr(torch, size.dtype))) for name, rnn in found]
+
 def _torch_cases(
     size:_Size,      # what is run
     naive:bool,      # the plain loops too
@@ -242,7 +257,8 @@ def _torch_cases(
     uncut, cut, source = Plan(size.n_steps, size.n_steps), size.plan, dict(norm='state', reset='before')
     def case(name, loss_of, rnn, plan=uncut, n_extra=None, rebuilt=False):
         run = partial(_torch_step, loss_of, rnn, x_TBD, h_LBD, plan)
-        return _Case(name, run, plan.n_extra if n_extra is None else n_extra, rebuilt)
+        n_extra = plan.n_extra if n_extra is None else n_extra
+        return _Case(name, run, n_extra, rebuilt, cell=getattr(rnn, 'cell', None))
     gates, hidden, normed, by_K = ours(keep='gates'), ours(), ours(**source), f', {cut.n_segments} segments'
     cases = [
         case('nn.GRU', _by_segments, theirs),
@@ -254,6 +270,10 @@ def _torch_cases(
         case('naive loop', _by_loop, hidden),
         case("source's cell, hidden", _by_segments, normed, rebuilt=True),
         case("source's cell, naive loop", _by_loop, normed)]
+    for name, rnn in _other_cells(size):
+        cases += [case(f'{name}, hidden', _by_segments, rnn, rebuilt=True),
+                  case(f'{name}, hidden{by_K}', _by_segments, rnn, cut, rebuilt=True),
+                  case(f'{name}, naive loop', _by_loop, rnn)]
     return [c for c in cases if naive or c.run.args[0] is not _by_loop]
 
 # %% ../../nbs/bench/00_rnn.ipynb #0e442fd5
@@ -437,7 +457,7 @@ def bench_rnn(
     "Time and peak bytes of a training step of recurrent layers, in one run; ValueError for bad input"
     size = _Size(batch, n_steps, hidden, n_layers, n_segments, dtype, device, input_grad)
     cases = _torch_cases(size, naive) + (_jax_cases(size) if jax else [])
-    work = {c.name: _flops(size, c.rebuilt, c.n_extra) for c in cases if c.run}
+    work = {c.name: _flops(size, c.rebuilt, c.n_extra, c.cell) for c in cases if c.run}
     return _measured(size, cases, work, repeats, threads)
 
 # %% ../../nbs/bench/00_rnn.ipynb #7f6bc915

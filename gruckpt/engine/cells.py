@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CELLS', 'EAGER', 'BACKENDS', 'NORM_EPS', 'ONCE', 'Count', 'Scratch', 'Cell', 'torch_shapes', 'make_cell', 'Backend',
-           'backend_for', 'CellWeights', 'add_product', 'add_row_sums', 'loop', 'GRUCell', 'norm_rows',
-           'norm_rows_back', 'LSTMCell']
+           'backend_for', 'CellWeights', 'add_product', 'add_row_sums', 'affine', 'as_rows', 'loop', 'GRUCell',
+           'norm_rows', 'norm_rows_back', 'LSTMCell']
 
 # %% ../../nbs/engine/00_cells.ipynb #edef2a26
 from collections.abc import Callable
@@ -132,7 +132,7 @@ EAGER = Backend('eager', lambda cell, *args: cell.advance(*args), lambda cell, *
 BACKENDS = {}    # (form of a cell, type of device) → {name: Backend}, the one that 'auto' takes first
 
 def backend_for(
-    cell:Cell,
+    cell:Cell,           # whose walks
     device:str,          # such as 'cuda'
     name:str='auto',     # 'auto': the first registered, 'eager', or another one's name
 ) -> Backend:
@@ -198,7 +198,7 @@ def add_row_sums(
         total.add_(torch.cat([sums[c] for c in cols]) if len(cols) > 1 else sums[cols[0]])
 
 # %% ../../nbs/engine/00_cells.ipynb #b44ce7fd
-def _affine(
+def affine(
     x_NI:torch.Tensor,         # rows
     w_GI:torch.Tensor,         # weights
     bias:torch.Tensor|None,    # G
@@ -207,7 +207,11 @@ def _affine(
     "out = x w^T + bias"
     torch.mm(x_NI, w_GI.t(), out=out_NG) if bias is None else torch.addmm(bias, x_NI, w_GI.t(), out=out_NG)
 
-def _rows(t:torch.Tensor) -> torch.Tensor: return t.view(-1, t.shape[-1])
+def as_rows(
+    t:torch.Tensor,    # steps x B x n, in one piece
+) -> torch.Tensor:     # (steps*B) x n, a view
+    "Steps and batch as rows of one matrix"
+    return t.view(-1, t.shape[-1])
 
 # %% ../../nbs/engine/00_cells.ipynb #8ac33add
 def _gru_step(
@@ -261,7 +265,7 @@ def _project_after(
     "Project inputs into the slots r, z and n, and the recurrent bias into the slot between"
     D = w.w_h.shape[1]
     for cols, rows in [(slice(0, 2*D), slice(0, 2*D)), (slice(3*D, 4*D), slice(2*D, 3*D))]:
-        _affine(x_NI, w.w_i[rows], None if bias is None else bias[rows], gates_NG[:, cols])
+        affine(x_NI, w.w_i[rows], None if bias is None else bias[rows], gates_NG[:, cols])
     gates_NG[:, 2*D:3*D] = 0. if w.b_h is None else w.b_h[2*D:]
 
 # %% ../../nbs/engine/00_cells.ipynb #64ecb88d
@@ -343,16 +347,16 @@ def _collect_after(
     spare:torch.Tensor,        # scratch
 ):
     "Add a stretch's weight gradients to `sums` and write its input gradient"
-    D, da_NG = prev.shape[-1], _rows(da)
+    D, da_NG = prev.shape[-1], as_rows(da)
     rz, n = da_NG[:, :2*D], da_NG[:, 3*D:]
-    add_product(sums.w_h, da_NG[:, :3*D], _rows(prev))
+    add_product(sums.w_h, da_NG[:, :3*D], as_rows(prev))
     if sums.w_i is not None: add_product(sums.w_i[:2*D], rz, x); add_product(sums.w_i[2*D:], n, x)
     add_row_sums(da_NG, (sums.b_h, slice(0, 3*D)), (sums.b_i, slice(0, 2*D), slice(3*D, 4*D)))
     if dx is not None: torch.mm(rz, w.w_i[:2*D], out=dx).addmm_(n, w.w_i[2*D:])
 
 # %% ../../nbs/engine/00_cells.ipynb #87a8b304
 def _bias_sum(w:CellWeights): return None if w.b_i is None else w.b_i + w.b_h
-def _project_before(x_NI, w:CellWeights, bias, gates_NG): _affine(x_NI, w.w_i, bias, gates_NG)
+def _project_before(x_NI, w:CellWeights, bias, gates_NG): affine(x_NI, w.w_i, bias, gates_NG)
 
 def _advance_before(gates, prev, new, w:CellWeights, order, norm=None, scratch=None):
     "Advance a GRU (reset before) over a stretch; arguments as in `_advance_after`, gates are 3D wide"
@@ -401,11 +405,11 @@ def _reverse_before(factors, kept, dout, dh, w:CellWeights, order, norm=None):
 # %% ../../nbs/engine/00_cells.ipynb #2c1d00c7
 def _collect_before(da, x, prev, kept, w:CellWeights, sums:CellWeights, dx, spare):
     "Sums of a GRU (reset before); arguments as in `_collect_after`"
-    D, da_NG = prev.shape[-1], _rows(da)
+    D, da_NG = prev.shape[-1], as_rows(da)
     add_product(sums.w_i, da_NG, x)
     if sums.w_h is not None:
-        add_product(sums.w_h[:2*D], da_NG[:, :2*D], _rows(prev))
-        add_product(sums.w_h[2*D:], da_NG[:, 2*D:], _rows(torch.mul(kept[1], prev, out=spare)))
+        add_product(sums.w_h[:2*D], da_NG[:, :2*D], as_rows(prev))
+        add_product(sums.w_h[2*D:], da_NG[:, 2*D:], as_rows(torch.mul(kept[1], prev, out=spare)))
     add_row_sums(da_NG, (sums.b_i, slice(None)), (sums.b_h, slice(None)))
     if dx is not None: torch.mm(da_NG, w.w_i, out=dx)
 
@@ -520,7 +524,7 @@ def _gru_scratch(
 
 # %% ../../nbs/engine/00_cells.ipynb #487a1368
 @dataclass(frozen=True)
-class GRUCell:
+class GRUCell(Cell):
     """A gated recurrent unit.
 
     Parameters
@@ -555,14 +559,14 @@ class GRUCell:
         return [F.rms_norm(h, h.shape[-1:], w.gain, NORM_EPS) if self.norm else h]
 
     def bias(self, w): return _FORMS[self.reset].bias(w)
-    def project(self, x_NI, w, bias, gates): _FORMS[self.reset].project(x_NI, w, bias, _rows(gates))
+    def project(self, x_NI, w, bias, gates): _FORMS[self.reset].project(x_NI, w, bias, as_rows(gates))
     def advance(self, gates, prev, new, w, order):
         norm = _norm_buffers(gates, w) if self.norm else None
         _FORMS[self.reset].advance(gates, prev[0], new[0], w, order, norm)
 
     def rebuild(self, gates, prev, new, w, spare=None):
-        spare = spare if spare is None else _rows(spare)
-        _FORMS[self.reset].advance(_rows(gates)[None], _rows(prev[0])[None], None, w, (0,), scratch=spare)
+        spare = spare if spare is None else as_rows(spare)
+        _FORMS[self.reset].advance(as_rows(gates)[None], as_rows(prev[0])[None], None, w, (0,), scratch=spare)
 
     def factors(self, gates, prev, new, factors, spare, w) -> tuple:
         norm = (spare[3], _norm_factors(gates, prev[0], spare[3]), spare[4]) if self.norm else ()
@@ -573,7 +577,7 @@ class GRUCell:
         _FORMS[self.reset].reverse(factors, kept[:n], dout, dstate[0], w, order, norm)
 
     def collect(self, da, x, prev, kept, w, sums, dx, spare):
-        if self.norm: add_row_sums(_rows(kept[-3].mul_(kept[-1])), (sums.gain, slice(None)))
+        if self.norm: add_row_sums(as_rows(kept[-3].mul_(kept[-1])), (sums.gain, slice(None)))
         _FORMS[self.reset].collect(da, x, prev[0], kept, w, sums, dx, spare[2])
 
 # %% ../../nbs/engine/00_cells.ipynb #c59c9898
@@ -678,7 +682,7 @@ def _lstm_scratch(o) -> Scratch:
 
 # %% ../../nbs/engine/00_cells.ipynb #e2ff7157
 @dataclass(frozen=True)
-class LSTMCell:
+class LSTMCell(Cell):
     "A long short-term memory cell in torch's form; with `w_r` among the weights its output is projected"
     form, n_gates, n_slots, n_states, n_spare = 'lstm', 4, 4, 2, 3
     def shapes(self, n_in, width, bias=True, proj_size=0) -> dict:
@@ -688,11 +692,11 @@ class LSTMCell:
 
     def step(self, a, state, w) -> list: return _lstm_step(a, state, w)
     def bias(self, w:CellWeights) -> torch.Tensor|None: return _bias_sum(w)
-    def project(self, x_NI, w, bias, gates): _affine(x_NI, w.w_i, bias, _rows(gates))
+    def project(self, x_NI, w, bias, gates): affine(x_NI, w.w_i, bias, as_rows(gates))
     def advance(self, gates, prev, new, w, order): _lstm_advance(gates, prev, new, w, order)
 
     def rebuild(self, gates, prev, new, w, spare=None):
-        _lstm_gates(_rows(gates), _rows(prev[0]), w.w_h.t(), prev[1].shape[-1])
+        _lstm_gates(as_rows(gates), as_rows(prev[0]), w.w_h.t(), prev[1].shape[-1])
 
     def factors(self, gates, prev, new, factors, spare, w) -> tuple:
         return _lstm_factors(gates, prev, new, factors, spare, w.w_r is not None)
@@ -701,11 +705,11 @@ class LSTMCell:
         _lstm_reverse(factors, kept, dout, *dstate, w, order)
 
     def collect(self, da, x, prev, kept, w, sums, dx, spare):
-        da_NG = _rows(da)
+        da_NG = as_rows(da)
         add_product(sums.w_i, da_NG, x)
-        add_product(sums.w_h, da_NG, _rows(prev[0]))
+        add_product(sums.w_h, da_NG, as_rows(prev[0]))
         add_row_sums(da_NG, (sums.b_i, slice(None)), (sums.b_h, slice(None)))
-        if w.w_r is not None: add_product(sums.w_r, _rows(kept[3]), _rows(kept[2]))
+        if w.w_r is not None: add_product(sums.w_r, as_rows(kept[3]), as_rows(kept[2]))
         if dx is not None: torch.mm(da_NG, w.w_i, out=dx)
 
 # %% ../../nbs/engine/00_cells.ipynb #bbf744cf
