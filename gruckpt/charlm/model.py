@@ -6,7 +6,6 @@
 __all__ = ['GRUSpec', 'GRULM', 'Score']
 
 # %% ../../nbs/charlm/03_model.ipynb #06fbb9e8
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -103,17 +102,6 @@ def _known(
         raise ValueError(f'a saved GRUSpec has the fields {", ".join(names)}, got {saved!r}')
     return saved
 
-# %% ../../nbs/charlm/03_model.ipynb #f572879e
-def _keeping(
-    rnn,              # recurrent layers
-    keep,             # 'hidden', 'gates', or one of them for each layer; None is as they are
-):                    # the same parameters, buffers and hooks; `rnn` itself where nothing differs
-    "The layers, told what to keep for their backward pass; `rnn` does not change"
-    if keep in (None, rnn.keep): return rnn
-    told = copy.copy(rnn)
-    told.keep = keep
-    return told
-
 # %% ../../nbs/charlm/03_model.ipynb #0cb48c99
 class _Layers(nn.Module):
     "Embedding, GRU layers and head over a stretch of time"
@@ -141,7 +129,7 @@ class _Layers(nn.Module):
 
     def read(self, ids_SB, h_LBD, keep=None, **mask) -> tuple:
         "What the head reads, S x B x D, and the state after it; arguments as of `forward`"
-        out_SBD, h_after_LBD = _keeping(self.rnn, keep)(self.embed(ids_SB.long()), h_LBD, **mask)
+        out_SBD, h_after_LBD = self.rnn(self.embed(ids_SB.long()), h_LBD, keep=keep, **mask)
         return out_SBD, h_after_LBD.to(h_LBD.dtype)
 
     def init_state(self,

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, fields
 from functools import cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -475,21 +476,27 @@ def _dtype_of(x, w:list) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if cast else w[0].dtype
 
 # %% ../../nbs/engine/03_recurrent.ipynb #0b085841
-def _one_layer(rnn:_Recurrent, k:int, d:int, w:list, x, state:list, seed, start:int):
+class _Asked(NamedTuple):
+    "What a call says besides input and state"
+    seed: int|None = None           # of the dropout masks
+    start: int = 0                  # absolute number of the first step
+    keep: str|tuple|None = None     # what the layers keep; None: as they are told
+
+def _one_layer(rnn:_Recurrent, k:int, d:int, w:list, x, state:list, asked:_Asked):
     "Layer k, direction d over `x`, which is normed if it has a gain: (output, final states)"
     p = rnn.dropout if rnn.training and k else 0.
-    drop = DropoutMask(p, seed, k, start) if p else None
-    keep, top = keep_each(rnn.keep, rnn.num_layers)[k], k == rnn.num_layers - 1
+    drop = DropoutMask(p, asked.seed, k, asked.start) if p else None
+    keep, top = keep_each(asked.keep or rnn.keep, rnn.num_layers)[k], k == rnn.num_layers - 1
     job = LayerRun(rnn.cell, keep, rnn.chunk_len, d == 1, drop, _dtype_of(x, w), top, rnn.backend)
     if is_plain(): out, *final = _plain_layer(job, x, state, w)
     else: out, *final = _Layer.apply(job, len(state), x, *state, *w)
     return out, final
 
-def _stack(rnn:_Recurrent, layers:tuple, weights:tuple, x, states:list, seed, start:int):
+def _stack(rnn:_Recurrent, layers:tuple, weights:tuple, x, states:list, asked:_Asked):
     "The (layer, direction) pairs of `layers` one after the other; states are lists of stacked tensors"
     finals, (weights, gain) = [], weights
     for (k, d), w, state in zip(layers, weights, zip(*[s.unbind() for s in states])):
-        x, final = _one_layer(rnn, k, d, w, x, list(state), seed, start)
+        x, final = _one_layer(rnn, k, d, w, x, list(state), asked)
         finals.append(final)
     return x if gain is None else _normed(x, gain), [torch.stack(f) for f in zip(*finals)]
 
@@ -505,13 +512,14 @@ def _rectangles(
         t, offset = t + c, offset + c * n
     return found
 
-def _packed_stack(rnn, layers, weights, data, rectangles:list, states:list, seed, start:int):
+def _packed_stack(rnn, layers, weights, data, rectangles:list, states:list, asked:_Asked):
     "As `_stack`, over packed data, with the states of all rows"
     flipped, outs = layers[0][1] == 1, []
     states = [s.to(_dtype_of(data, weights[0][0])) for s in states]
     for t, c, n, offset in reversed(rectangles) if flipped else rectangles:
         x = data[offset:offset + c * n].view(c, n, -1)
-        out, now = _stack(rnn, layers, weights, x, [s[:, :n] for s in states], seed, start + t)
+        at = asked._replace(start=asked.start + t)
+        out, now = _stack(rnn, layers, weights, x, [s[:, :n] for s in states], at)
         states = [torch.cat([s, s0[:, n:]], 1) if n < s0.shape[1] else s for s, s0 in zip(now, states)]
         outs.append(out.reshape(c * n, -1))
     return torch.cat(outs[::-1] if flipped else outs), states
@@ -528,10 +536,10 @@ def _spans(cuts:list, batch_sizes) -> list:
     rows = [0, *batch_sizes.cumsum(0).tolist()]
     return [((rows[a], rows[b]), _rectangles(batch_sizes[a:b])) for a, b in cuts]
 
-def _part(rnn, layers, weights, x, rectangles, states, seed, start) -> tuple:
+def _part(rnn, layers, weights, x, rectangles, states, asked:_Asked) -> tuple:
     "A stretch of a stage: (output, states after it)"
-    if rectangles is None: return _stack(rnn, layers, weights, x, states, seed, start)
-    return _packed_stack(rnn, layers, weights, x, rectangles, states, seed, start)
+    if rectangles is None: return _stack(rnn, layers, weights, x, states, asked)
+    return _packed_stack(rnn, layers, weights, x, rectangles, states, asked)
 
 # %% ../../nbs/engine/03_recurrent.ipynb #d8800a04
 def _stage(
@@ -540,21 +548,21 @@ def _stage(
     weights:tuple,     # from `_read`
     x:torch.Tensor,    # T x B x I, or packed
     states:list,       # initial states, each len(layers) x B x width
-    seed:int|None,     # for dropout
-    start:int,         # absolute number of the first step
+    asked:_Asked,      # what the call says
     batch_sizes=None,  # of a packed sequence
 ) -> tuple:            # (T x B x width output, or packed; final states like `states`)
     "Run a stage, cut into segments if the layer says so"
     cuts = _cuts(rnn, len(x) if batch_sizes is None else len(batch_sizes))
     order = slice(None, None, -1 if layers[0][1] else 1)
-    starts, spans = [start + a for a, _ in cuts][order], _spans(cuts, batch_sizes)[order]
-    if len(cuts) == 1: return _part(rnn, layers, weights, x, spans[0][1], states, seed, start)
+    asks = [asked._replace(start=asked.start + a) for a, _ in cuts][order]
+    spans = _spans(cuts, batch_sizes)[order]
+    if len(cuts) == 1: return _part(rnn, layers, weights, x, spans[0][1], states, asked)
     leaves, spec = tree_flatten(weights)
     derived = [j for j, t in enumerate(leaves) if t is not None and not t.is_leaf]
     def step(x, carried, *given):
         (states, i), now = carried, dict(zip(derived, given))
         now = tree_unflatten([now.get(j, t) for j, t in enumerate(leaves)], spec)
-        out, states = _part(rnn, layers, now, x, spans[i][1], states, seed, starts[i])
+        out, states = _part(rnn, layers, now, x, spans[i][1], states, asks[i])
         return out, (states, i + 1)
     given = tuple(leaves[j] for j in derived)
     outs, (finals, _) = scan_spans(step, x, (states, 0), [span for span, _ in spans], given=given)
@@ -594,10 +602,10 @@ def _read_all(rnn:_Recurrent) -> dict:
     else: stages = [tuple((k, 0) for k in range(n))]
     return {layers: _read(rnn, layers) for layers in stages}
 
-def _run(rnn:_Recurrent, read:dict, x, states:list, seed, start:int, batch_sizes=None):
+def _run(rnn:_Recurrent, read:dict, x, states:list, asked:_Asked, batch_sizes=None):
     "All layers and directions: (output, final states)"
     def stage(layers, x, states):
-        return _stage(rnn, layers, read[layers], x, states, seed, start, batch_sizes)
+        return _stage(rnn, layers, read[layers], x, states, asked, batch_sizes)
     if not rnn.bidirectional: return stage(*read, x, states)
     finals = []
     for k in range(rnn.num_layers):
@@ -614,12 +622,12 @@ def _lent(rnn:_Recurrent, out, packed:bool) -> bool:
     return out.requires_grad and not copied and not is_plain()
 
 # %% ../../nbs/engine/03_recurrent.ipynb #afae5d9c
-def _run_packed(rnn:_Recurrent, read:dict, packed:PackedSequence, states:list|None, seed, start:int):
+def _run_packed(rnn:_Recurrent, read:dict, packed:PackedSequence, states:list|None, asked:_Asked):
     "As `_run`, for a packed sequence"
     data, batch_sizes, order, back = packed
     states = _checked(rnn, data, _weight_of(read).dtype, states, int(batch_sizes[0]), 3)
     if order is not None: states = [s.index_select(1, order) for s in states]
-    out, finals = _run(rnn, read, data, states, seed, start, batch_sizes)
+    out, finals = _run(rnn, read, data, states, asked, batch_sizes)
     if back is not None: finals = [s.index_select(1, back) for s in finals]
     return PackedSequence(out, batch_sizes, order, back), finals
 
@@ -707,17 +715,17 @@ def _call(
     rnn:_Recurrent,
     x,                     # T x B x I, B x T x I with batch_first, T x I unbatched, or a PackedSequence
     states:list|None,      # initial states as torch shapes them
-    seed:int|None,         # for dropout masks; None draws one from torch's default generator
-    start:int,             # absolute number of the first step, for dropout masks
+    asked:_Asked,          # without a seed one is drawn from torch's default generator, if there is dropout
 ) -> tuple:                # (output like `x`, final states as torch shapes them)
     "What `forward` of GRU and LSTM does"
     if _exporting() and not is_plain():
         uncut = copy.copy(rnn)
         uncut.seg_len = None
-        with plain(): return _call(uncut, x, states, seed, start)
+        with plain(): return _call(uncut, x, states, asked)
     if not is_plain(): refuse_transforms('this layer')
-    seed, read = _dropout_seed(rnn, seed), _read_all(rnn)
-    if isinstance(x, PackedSequence): return _run_packed(rnn, read, x, states, seed, start)
+    if asked.keep is not None: keep_each(checked_keep('keep', asked.keep), rnn.num_layers)
+    asked, read = asked._replace(seed=_dropout_seed(rnn, asked.seed)), _read_all(rnn)
+    if isinstance(x, PackedSequence): return _run_packed(rnn, read, x, states, asked)
     n_dims = x.dim()
     if n_dims not in (2, 3):
         raise ValueError(f'the input must have 2 (unbatched) or 3 dimensions, got shape {tuple(x.shape)}')
@@ -725,9 +733,9 @@ def _call(
     elif rnn.batch_first: x = x.transpose(0, 1)
     if x.shape[0] == 0: raise ValueError('the sequence has no steps; give at least one')
     states = _checked(rnn, x, _weight_of(read).dtype, states, x.shape[1], n_dims)
-    if _steps_once(rnn, read, x, states, seed): out, finals = _step_once(rnn, read, x, states)
+    if _steps_once(rnn, read, x, states, asked.seed): out, finals = _step_once(rnn, read, x, states)
     else:
-        out, finals = _run(rnn, read, x, states, seed, start)
+        out, finals = _run(rnn, read, x, states, asked)
         if _lent(rnn, out, False) and not rnn._read_only_output: out = out.clone()
     if n_dims == 2: return out[:, 0], [s[:, 0] for s in finals]
     return out.transpose(0, 1) if rnn.batch_first else out, finals
@@ -763,10 +771,10 @@ class GRU(_Recurrent, nn.GRU):
                          device=device, dtype=dtype)
 
     @uncompiled
-    def forward(self, input, hx=None, *, seed=None, start=0):
-        "(output, h_n), shaped as torch.nn.GRU's; `seed` and `start` fix the dropout masks"
+    def forward(self, input, hx=None, *, seed=None, start=0, keep=None):
+        "(output, h_n), as torch.nn.GRU; `seed`, `start`: of dropout masks; `keep`: for this call"
         if _by_torch(self, input): return super().forward(input, hx)
-        out, (h_n,) = _call(self, input, None if hx is None else [hx], seed, start)
+        out, (h_n,) = _call(self, input, None if hx is None else [hx], _Asked(seed, start, keep))
         return out, h_n
 
 # %% ../../nbs/engine/03_recurrent.ipynb #862a8c6b
@@ -798,10 +806,10 @@ class LSTM(_Recurrent, nn.LSTM):
                          proj_size=proj_size, device=device, dtype=dtype)
 
     @uncompiled
-    def forward(self, input, hx=None, *, seed=None, start=0):
-        "(output, (h_n, c_n)), shaped as torch.nn.LSTM's; `seed` and `start` fix the dropout masks"
+    def forward(self, input, hx=None, *, seed=None, start=0, keep=None):
+        "(output, (h_n, c_n)), as torch.nn.LSTM; `seed`, `start`: of dropout masks; `keep`: for this call"
         if _by_torch(self, input): return super().forward(input, hx)
-        out, (h_n, c_n) = _call(self, input, None if hx is None else list(hx), seed, start)
+        out, (h_n, c_n) = _call(self, input, None if hx is None else list(hx), _Asked(seed, start, keep))
         return out, (h_n, c_n)
 
 # %% ../../nbs/engine/03_recurrent.ipynb #69d67f32
@@ -839,10 +847,11 @@ class Recurrent(_Recurrent):
     def extra_repr(self) -> str: return f'{self.cell.form!r}, {super().extra_repr()}'
 
     @uncompiled
-    def forward(self, input, hx=None, *, seed=None, start=0):
+    def forward(self, input, hx=None, *, seed=None, start=0, keep=None):
         "(output, state), shaped as torch.nn.GRU's, or with several tensors as torch.nn.LSTM's"
         states = hx if hx is None or isinstance(hx, tuple | list) else [hx]
-        out, found = _call(self, input, None if states is None else list(states), seed, start)
+        states = None if states is None else list(states)
+        out, found = _call(self, input, states, _Asked(seed, start, keep))
         return out, found[0] if len(found) == 1 else tuple(found)
 
 def layers_of(
