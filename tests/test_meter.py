@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gruckpt.measure import meter as module
 from gruckpt.measure.meter import GPUState, Meter, gpu_state, human, nbytes, parse_bytes, shadow, timed
 
 
@@ -360,7 +359,10 @@ def test_an_error_leaves_nothing():
             kept = x + 1
             raise error
         assert m.live == outer.live == nbytes(kept) and m.phases == {'a': m.peak}
-        assert torch._C._len_torch_dispatch_stack() == 0 and module._running == []
+        assert torch._C._len_torch_dispatch_stack() == 0
+        level = m.peak
+        with Meter(): torch.ones(1000)
+        assert m.peak == level                                     # it is no longer running
 
 
 def test_what_was_held_is_taken_off_when_it_goes():
