@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from gruckpt.engine.convert import Conversion, convert, revert
 from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.engine.recurrent import GRU, LSTM
+from gruckpt.measure.meter import Meter
 from gruckpt.plan.segment import Plan
 from gruckpt.charlm.text import Batch
 
@@ -86,6 +87,26 @@ def test_N08_the_report_says_where_cutting_saves_little():
     assert '128.00 KiB are the output itself' in report.notes[0] and 'both directions' in report.notes[1]
     assert report.at(8, 1024).before == 2 * report.before and not convert(nn.GRU(8, 8)).notes
     for text in (repr(report), report._repr_markdown_()): assert 'little to save' in text and 'saves' in text
+
+
+def alive(rnn, batch, steps):
+    "Bytes alive after the forward pass"
+    shape = (batch, steps, 5) if rnn.batch_first else (steps, batch, 5)
+    x = torch.randn(shape, dtype=F64).requires_grad_()
+    with Meter() as meter:
+        held = rnn(x)
+        return meter.live if held else 0
+
+
+@both_kinds
+@pytest.mark.parametrize('options', [{}, {'num_layers': 3},
+                                     {'num_layers': 2, 'bidirectional': True, 'batch_first': True}])
+def test_N08_the_report_counts_what_is_measured(torchs, ours, options):
+    for more in ({}, {'keep': 'gates'}, {'seg_len': 6}, {'seg_len': 7, 'keep': 'gates'}):
+        rnn = torchs(5, 8, **options).double()
+        before = alive(rnn, 3, 20)
+        report = convert(rnn, batch=3, steps=20, **more)
+        assert (report.before, report.after) == (before, alive(rnn, 3, 20))
 
 
 # N11: torch's layer by class and by call

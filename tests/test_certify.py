@@ -1,12 +1,15 @@
 """What of `certify` does not fit its page: ways to recompute, kinds of module, places of a cut."""
 import copy
 import warnings
+from queue import SimpleQueue
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import (
+    checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts)
 
 from gruckpt.engine.certify import certify, gradient_flow
 from gruckpt.engine.scan import scan_segments
@@ -32,6 +35,40 @@ class Net(nn.Module):
 def x():
     torch.manual_seed(0)
     return torch.randn(3, 4)
+
+
+# ---- ways to recompute
+
+def selective(): return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+def sequential(f, x, reentrant):
+    return checkpoint_sequential([f, nn.Identity()], 2, x, use_reentrant=reentrant)
+
+WAYS = {
+    'reentrant': lambda f, x: checkpoint(f, x, use_reentrant=True),
+    'non_reentrant': lambda f, x: checkpoint(f, x, use_reentrant=False),
+    'selective': lambda f, x: checkpoint(f, x, use_reentrant=False, context_fn=selective),
+    'sequential': lambda f, x: sequential(f, x, False),
+    'sequential_reentrant': lambda f, x: sequential(f, x, True),
+    'wrapper': lambda f, x: checkpoint_wrapper(f)(x),
+    'wrapper_reentrant': lambda f, x: checkpoint_wrapper(f, CheckpointImpl.REENTRANT)(x),
+}
+
+class Counted(nn.Module):
+    "Notes its calls, in a queue: a list would be wound back for a recomputation"
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = linear(), SimpleQueue()
+
+    def forward(self, x):
+        self.calls.put(len(x))
+        return self.linear(x).tanh()
+
+@pytest.mark.parametrize('name', WAYS)
+def test_every_way_to_recompute_is_switched_off_in_the_plain_run(name, x):
+    "The layer runs once in the plain step, and twice in the step as it is."
+    model = Net(lambda m, x: WAYS[name](m.a, x), a=Counted())
+    cert = certify(model, x.requires_grad_(), square)
+    assert cert.passed and cert.n_recomputed and model.a.calls.qsize() == 3
 
 
 # ---- where a graph is cut

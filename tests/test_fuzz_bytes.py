@@ -1,14 +1,16 @@
 """A fixed hundred of the random steps of fuzz_bytes.py, each to the byte; searches against brute force."""
 import random
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_bytes import MAKE, case_of, counted, measured  # noqa: E402
 
-from gruckpt.plan.budget import _MAKERS, _OPTIMIZERS, estimate, max_batch, what_fits  # noqa: E402
+from gruckpt.plan.budget import estimate, estimate_any, max_batch, what_fits  # noqa: E402
 from gruckpt.charlm.model import GRUSpec  # noqa: E402
 from gruckpt.plan.segment import Plan  # noqa: E402
 
@@ -67,4 +69,10 @@ def test_a_cap_and_no_silent_end():
 
 
 def test_every_optimizer_is_tried():
-    assert set(MAKE) == set(_OPTIMIZERS) == set(_MAKERS)
+    "Both counts say in an error which optimizers they know."
+    def known(count):
+        with pytest.raises(ValueError, match='optimizer must be one of (.*), got') as e: count()
+        return set(re.search('one of (.*), got', str(e.value))[1].split(', '))
+    model = torch.nn.Linear(2, 1)
+    assert set(MAKE) == known(lambda: estimate(GRUSpec(4, 2, 1), 1, Plan(1, 1), optimizer='none'))
+    assert set(MAKE) == known(lambda: estimate_any(model, torch.ones(1, 2), lambda m, x: m(x).sum(), 'none'))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gruckpt.measure import meter as module
 from gruckpt.measure.meter import GPUState, Meter, gpu_state, human, nbytes, parse_bytes, shadow, timed
 
 
@@ -110,6 +109,96 @@ def test_types(make, dtype):
 
 
 def call(a, model): return model(a)
+
+
+# -- whole regions: models, phases, optimizers
+
+def backward(model, a, *targets):
+    "Forward and backward, through the square of the (first) output or a loss"
+    model.zero_grad()
+    with Meter.phase('forward'):
+        out = model(a)
+        out = out[0] if isinstance(out, tuple) else out
+        loss = F.cross_entropy(out.flatten(0, 1), targets[0].flatten()) if targets else out.square().mean()
+    with Meter.phase('backward'): loss.backward()
+
+def adam(model, a, **kw):
+    opt = torch.optim.Adam(model.parameters(), **kw)
+    for _ in range(2):
+        backward(model, a)
+        opt.step()
+
+def regress(model, a):
+    model.zero_grad()
+    F.mse_loss(model(a), a[:, :8]).backward()
+
+def autocast(model, a):
+    with torch.autocast('cpu', torch.bfloat16): backward(model, a)
+
+def inference(model, a):
+    with torch.inference_mode(): return model(a)
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a * a * a
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, = ctx.saved_tensors
+        return 3 * grad * a * a
+
+class SelfAttention(nn.MultiheadAttention):
+    def forward(self, a): return super().forward(a, a, a, need_weights=False)
+
+def cubes(a): Cube.apply(Cube.apply(a.clone().requires_grad_())).sum().backward()
+
+def buffers(a):
+    torch.mm(a, a.T, out=(buffer := torch.empty(0)))
+    buffer.resize_(2000)
+    return torch.stack([buffer[:10], torch.tensor([1.] * 10)])
+
+def mlp():
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.LayerNorm(64), nn.Dropout(.5), nn.Linear(64, 8))
+
+def gru(): return nn.GRU(16, 32, 3)
+def convolution(): return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2))
+
+row, steps, batches = torch.randn(32, 16), torch.randn(8, 4, 16), torch.randn(2, 9, 16)
+ids, pixels = torch.randint(50, (4, 7)), torch.randn(2, 3, 17, 17)
+REGIONS = {
+    'layer norm and dropout': lambda: (backward, mlp(), row),
+    'GRU, both directions': lambda: (backward, nn.GRU(16, 32, batch_first=True, bidirectional=True), steps),
+    'GRU, inference': lambda: (inference, gru(), steps),
+    'LSTM, float64': lambda: (backward, nn.LSTM(16, 32).double(), steps.double()),
+    'self-attention': lambda: (backward, SelfAttention(16, 4, batch_first=True), batches),
+    'transformer layer': lambda: (backward, nn.TransformerEncoderLayer(16, 4, 32), batches),
+    'convolution, norm, pooling': lambda: (backward, convolution(), pixels),
+    'embedding, cross entropy': lambda: (backward, nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)),
+                                         ids, ids),
+    'mean squared error': lambda: (regress, mlp(), row),
+    'bfloat16 autocast': lambda: (autocast, gru(), steps),
+    'Adam, loop': lambda: (adam, mlp(), row),
+    'Adam, foreach, amsgrad': lambda: (functools.partial(adam, foreach=True, amsgrad=True), mlp(), row),
+    'own autograd function': lambda: (cubes, row),
+    'out=, resize_, torch.tensor': lambda: (buffers, row)}
+
+
+@pytest.mark.parametrize('name', REGIONS)
+def test_region(name):
+    region = REGIONS[name]()
+    expected = foretold(*region)
+    for _ in range(2): assert measured(*region) == expected
+
+
+@pytest.mark.parametrize('form', [(1, 1, 1, 1), (3, 7, 5, 2), (0, 3, 4, 5)])
+def test_a_gru_keeps_seven_numbers_a_unit(form):
+    B, T, I, D = form
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        layer = nn.GRU(I, D, dtype=dtype)
+        with Meter() as m: loss = layer(torch.randn(T, B, I, dtype=dtype))[0].sum()
+        assert m.live - loss.nbytes == T * B*(I + 7*D) * dtype.itemsize
 
 
 # -- autograd in all its forms
@@ -270,7 +359,10 @@ def test_an_error_leaves_nothing():
             kept = x + 1
             raise error
         assert m.live == outer.live == nbytes(kept) and m.phases == {'a': m.peak}
-        assert torch._C._len_torch_dispatch_stack() == 0 and module._running == []
+        assert torch._C._len_torch_dispatch_stack() == 0
+        level = m.peak
+        with Meter(): torch.ones(1000)
+        assert m.peak == level                                     # it is no longer running
 
 
 def test_what_was_held_is_taken_off_when_it_goes():

@@ -60,6 +60,16 @@ def test_units_of_time_are_one(tmp_path, unit, zone):
         assert torch.equal(a.run_start, b.run_start)
 
 
+@pytest.mark.parametrize('zone', [None, 'America/New_York'])
+def test_the_step_is_found(zone):
+    steps = {'h': 'h', '15min': '15min', 'D': 'D', 'B': 'B', 'W-WED': '7D', '2W-SUN': '14D', 'MS': 'MS',
+             'ME': 'ME', 'BME': 'BME', 'QS-FEB': '3MS', 'QE': '3ME', 'YS': '12MS', '36h': '36h'}
+    for freq, want in steps.items():
+        times = pd.date_range('2023-01-04', periods=60, freq=freq).tz_localize(zone)
+        found = read_series(pd.DataFrame({'time': times, 'load': 1.}), SeriesSpec('time', 'load'))
+        assert found.spec.step == want
+
+
 def test_text_and_parquet_and_index_are_one(tmp_path):
     rows = frame()
     want = read_series(rows, SPEC)

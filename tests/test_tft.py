@@ -9,7 +9,6 @@ import torch
 from gruckpt.plan.budget import DoesNotFit
 from gruckpt.engine.certify import certify, gradient_flow
 from gruckpt.measure.meter import Meter, nbytes
-from gruckpt.bench.tft import _neuralforecast
 from gruckpt.engine.scan import plain
 from gruckpt.tft.windows import WindowBatch
 from gruckpt.tft.model import LAYERS, TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss, to_neuralforecast
@@ -91,12 +90,18 @@ def test_a_moved_model_goes_back(oracle):
 
 
 def test_a_model_of_the_library_itself_moves():
-    pytest.importorskip('neuralforecast')
+    models, losses = map(pytest.importorskip, ('neuralforecast.models', 'neuralforecast.losses.pytorch'))
     spec = replace(PEER, dropout=.1)
-    model, run = _neuralforecast(spec)
-    batch = noise(spec, dtype=torch.float32)
-    ours = TFT.from_neuralforecast(model.eval().state_dict(), spec).eval()
-    assert apart(ours(batch).quantiles, run(batch)) < 1e-5
+    columns = {f'{kind}_exog_list': [f'{kind}{i}' for i in range(n)] for kind, n in
+               (('stat', spec.static), ('hist', spec.observed), ('futr', spec.known))}
+    model = models.TFT(h=spec.horizon, input_size=spec.lookback, hidden_size=spec.hidden, n_head=spec.heads,
+                       dropout=spec.dropout, loss=losses.MQLoss(quantiles=list(spec.quantiles)), **columns)
+    model.eval()
+    b = noise(spec, dtype=torch.float32)
+    theirs = model(dict(insample_y=b.target_past[..., None], futr_exog=b.known_reals, hist_exog=b.past_reals,
+                        stat_exog=b.static_reals))
+    ours = TFT.from_neuralforecast(model.state_dict(), spec).eval()
+    assert apart(ours(b).quantiles, theirs) < 1e-5
 
 
 def test_what_does_not_belong_is_named(oracle):

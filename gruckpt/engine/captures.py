@@ -28,12 +28,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 # %% ../../nbs/engine/01_captures.ipynb #dd03bac3
 class _Place(NamedTuple):
-    "Where values hang: a container, a closure's cell, or the named part of a namespace"
+    "Where values are stored: a container, a closure's cell, or the named part of a namespace"
     holder:object
     names:tuple|None=None
 
 def _read(place:_Place):
-    "What hangs at a place: a dict, a list, or of an array a copy"
+    "What a place holds: a dict, a list, or a copy of an array"
     o, names = place
     if isinstance(o, dict): return dict(o) if names is None else {n: o[n] for n in names if n in o}
     if isinstance(o, type): return {n: vars(o)[n] for n in names if n in vars(o)}
@@ -42,7 +42,7 @@ def _read(place:_Place):
     return o.copy() if isinstance(o, np.ndarray) else list(o)
 
 def _values(place:_Place) -> list:
-    "The objects that hang at a place"
+    "The objects that a place holds"
     values = _read(place)
     if isinstance(values, dict): return list(values.values())
     return values if isinstance(values, list) else []
@@ -53,7 +53,7 @@ def _write(place:_Place, values):
     o, names = place
     if names is not None: return _bind(o, names, values)
     if isinstance(o, dict):
-        if list(o) != list(values): o.clear()      # else nobody finds it empty in between
+        if list(o) != list(values): o.clear()      # otherwise it is never empty in between
         o.update(values)
     elif isinstance(o, CellType):
         if values: o.cell_contents = values[0]
@@ -77,7 +77,7 @@ _ATOMS = {bool, int, float, complex, str, bytes, NoneType, EllipsisType, Builtin
           torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
 
 def _same(a, b) -> bool:
-    "Do the same values hang in both?"
+    "Do both readings hold the same values?"
     if isinstance(a, np.ndarray): return a.tobytes() == b.tobytes()
     if len(a) != len(b) or isinstance(a, dict) and not all(map(is_, a, b)): return False
     if isinstance(a, dict): a, b = a.values(), b.values()
@@ -85,12 +85,12 @@ def _same(a, b) -> bool:
     return all(map(is_, a, b)) or all(map(equal, a, b))
 
 def _as_it_was(place:_Place, old) -> bool:
-    "Do the values of `old` still hang at a place?"
+    "Does a place still hold the values of `old`?"
     o, names = place
     return _same(_read(place) if names is not None or isinstance(o, CellType) else o, old)
 
 def _news(old, now) -> dict:
-    "What hangs in `now` and did not in `old`, by name or position"
+    "What `now` holds and `old` did not, by name or position"
     if isinstance(now, np.ndarray): return {}
     if isinstance(now, dict): return {n: v for n, v in now.items() if n not in old or old[n] is not v}
     known = set(map(id, old))
@@ -99,7 +99,7 @@ def _news(old, now) -> dict:
 # %% ../../nbs/engine/01_captures.ipynb #91a1ad3b
 @cache
 def _installed(root:str) -> bool:
-    "Does a top-level package come with Python or from an index?"
+    "Does a top-level package come with Python, or was it installed?"
     if root == '__main__': return False
     file = getattr(sys.modules.get(root), '__file__', None) or ''
     return root in sys.stdlib_module_names or re.search(r'[/\\](site|dist)-packages[/\\]', file) is not None
@@ -163,7 +163,7 @@ def _of_function(
     f:FunctionType,
     names:set,     # names met in searched code, added to
     home:str,      # the step's own package
-) -> tuple:        # (places, objects that hang on it for good)
+) -> tuple:        # (places, objects that it holds for good)
     "The globals that a function names, its closure, its defaults, its attributes"
     inner = (*(f.__closure__ or ()), *(f.__defaults__ or ()), f.__kwdefaults__, f.__dict__)
     if not _searched(_root(f), home): return [], inner
@@ -178,8 +178,8 @@ def _hanging(
     o,             # any object
     names:set,     # names met in searched code, added to
     home:str,      # the step's own package
-) -> tuple:        # (places, objects that hang on `o` for good)
-    "Where values hang on `o`"
+) -> tuple:        # (places, objects that `o` holds for good)
+    "The places at which `o` holds values"
     if isinstance(o, (tuple, frozenset)): return [], o
     if isinstance(o, FunctionType): return _of_function(o, names, home)
     if isinstance(o, MethodType): return [], (o.__self__, o.__func__)
@@ -225,10 +225,10 @@ class _Reach:
         self.home, self.names = home, {'forward'}      # names met in searched code
         self.places, self.empty, self.tensors, self.modules, self.sources = [], [], [], [], []
         self.classes = {}          # class → names of its members that were looked at
-        self.fixed = set()         # ids of tensors that hang where nothing else can be hung
+        self.fixed = set()         # ids of tensors in places that cannot be rebound
 
     def take(self, o):
-        "Note an object, and return what hangs on it"
+        "Note an object, and return what it holds"
         if isinstance(o, nn.Module): self.modules.append(o)
         if type(o) in _CONTAINERS and not _length(o): self.empty.append(o)
         elif isinstance(o, torch.Tensor): self.tensors.append(o)
@@ -335,7 +335,7 @@ class _LeftBehind:
 _LEFT = _LeftBehind()
 
 class _Followed:
-    "A place that the step changes, what hung there at first, and the names under which it leaves graphs"
+    "A place that the step changes, what it held at first, and the names under which the step leaves graphs"
     def __init__(self, place:_Place, old): self.place, self.old, self.left = place, old, set()
 
     def leaves(self, name) -> bool: return self.left is None or name in self.left
@@ -361,7 +361,7 @@ class Moment(NamedTuple):
     Parameters
     ----------
     values : list
-        (place, what hung there)
+        (place, what it held)
     copies : list
         (written buffer, its values)
     states : list
@@ -422,7 +422,7 @@ class Watch:
                          or written and not written.isdisjoint(map(id, _values(p)))]
 
     def beyond(self, values) -> _Reach:
-        "What hangs on new values, the known surroundings aside"
+        "What can be reached from new values, the known surroundings aside"
         return _explored(list(values), self.home, self.known)
 
     def copied(self, place:_Place, t:torch.Tensor) -> bool:
@@ -431,7 +431,7 @@ class Watch:
         return id(t) in self.written or registry and id(t) not in self.marks
 
     def left(self) -> list:
-        "Tensors that hang where the first segment left a graph"
+        "Tensors at the places where the first segment left a graph"
         return self.beyond(v for f in self.followed for n, v in f.news().items() if f.leaves(n)).tensors
 
 # %% ../../nbs/engine/01_captures.ipynb #9751c875

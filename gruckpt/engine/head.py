@@ -112,6 +112,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents): raise RuntimeError(NO_FORWARD_MODE.format('head_loss'))
 
+# %% ../../nbs/engine/05_head.ipynb #71a8f113
 def _in(dtype:torch.dtype, weight, bias, slots) -> CellWeights:
     "The head's weights in the arithmetic's dtype"
     return CellWeights(cast_weight(weight, dtype, slots[0]), None, cast_weight(bias, dtype, slots[1]))
@@ -166,6 +167,7 @@ class HeadBytes:
     def forward(self, N): "Scratch of the forward pass"; return _forward_scratch(self, N)
     def backward(self, N): "Scratch of the backward pass"; return _backward_scratch(self, N)
 
+# %% ../../nbs/engine/05_head.ipynb #846d19ab
 def _kept(o:HeadBytes, N): return (o.keep == 'gates') * N * o.vocab_size * max(o.item, 4)
 
 def _casts(o:HeadBytes) -> int:

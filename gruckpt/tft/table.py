@@ -46,7 +46,7 @@ RESULT_COLUMN = re.compile(r'model|window|ahead|q(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?'
 
 
 def _refuse_reserved(spec:_Roles):
-    "Raise if a column that goes into results is called like one that they have"
+    "Raise if a column that goes into results has the name of one that they already have"
     for role, names in ('time', (spec.time,)), ('target', (spec.target,)), ('ids', spec.ids):
         if taken := [c for c in names if RESULT_COLUMN.fullmatch(c)]:
             raise ValueError(f'{role}: column {taken[0]!r} is called like a column of forecasts, which have '
@@ -72,38 +72,23 @@ class SeriesSpec(_Roles):
 
     Parameters
     ----------
-    time : str
-        Column of time stamps.
-    target : str
-        Column of numbers to forecast; its past is an input too.
-    ids : tuple of str
-        Columns that tell the series apart; none: one series.
-    static_reals : tuple of str
-        Numbers, one a series.
-    static_cats : tuple of str
-        Names, one a series; may be ids too.
-    observed_reals : tuple of str
-        Numbers known up to now.
-    observed_cats : tuple of str
-        Names known up to now.
-    known_reals : tuple of str
-        Numbers known for the horizon too.
-    known_cats : tuple of str
-        Names known for the horizon too.
-    calendar_reals : tuple of str
-        Of minute, hour, weekday, day, dayofyear, month, quarter: each a sine and a cosine.
-    calendar_cats : tuple of str
-        Of the same: each a category.
-    step : str or None
-        Between rows, as pandas writes it: by the clock ('15min', '24h') or by the local calendar ('D', 'B',
-        '7D', 'MS'), or 'months=1'; None: what most rows keep; 'row': gaps mean nothing.
-    missing : str or None
-        What stands for a missing number: 'last' (of the series), 'mean' (of training); None: refuse.
-    scale : str
-        Target and observed numbers in units of 'all' series, or of each 'series': of its training rows, or of
-        its first rows where it begins later.
-    time_format : str or None
-        Of stamps that are text, as strptime writes it; None: ISO 8601. Differing offsets become UTC.
+    time : column of time stamps
+    target : column of numbers to forecast; its past is an input too
+    ids : columns that tell the series apart; none: one series
+    static_reals : numbers, one a series
+    static_cats : names, one a series; may be ids too
+    observed_reals : numbers known up to now
+    observed_cats : names known up to now
+    known_reals : numbers known for the horizon too
+    known_cats : names known for the horizon too
+    calendar_reals : of minute, hour, weekday, day, dayofyear, month, quarter: each a sine and a cosine
+    calendar_cats : of the same: each a category
+    step : between rows, as pandas writes it: by the clock ('15min', '24h') or by the local calendar ('D',
+        'B', '7D', 'MS'), or 'months=1'; None: what most rows keep; 'row': gaps mean nothing
+    missing : what stands for a missing number: 'last' (of the series), 'mean' (of training); None: refuse
+    scale : target and observed numbers in units of 'all' series, or of each 'series': of its training rows,
+        or of its first rows where it begins later
+    time_format : of stamps that are text, as strptime writes it; None: ISO 8601. Differing offsets become UTC
     """
     time:str
     target:str
@@ -187,7 +172,7 @@ def _typed(
     low = pc.utf8_lower(pc.utf8_trim_whitespace(there))
     if there.null_count == len(there): return pa.chunked_array([pa.nulls(len(there))]), there
     if pc.all(pc.is_in(low.drop_null(), _BOOLEANS)).as_py(): return pc.equal(low, 'true'), there
-    first = pc.drop_null(there).slice(0, 1000).to_pandas()                  # most names show at once
+    first = pc.drop_null(there).slice(0, 1000).to_pandas()                  # most names are found here
     if pd.to_numeric(first, errors='coerce').isna().any(): return texts, there
     numbers = pd.to_numeric(there.to_pandas(), errors='coerce').to_numpy(np.float64, na_value=np.nan)
     if np.isnan(numbers).sum() > there.null_count: return texts, there
@@ -338,7 +323,7 @@ def _parsed(texts:pd.Series, spec:SeriesSpec) -> tuple:
         raise ValueError(f'time column {spec.time!r} leaves the years 1678..2261: {e}') from e
     return whole.asi8, None if whole.tz is None else str(whole.tz)
 
-
+# %% ../../nbs/tft/00_table.ipynb #a9b70461
 def _refuse_two_clocks(zoned:np.ndarray, stamps:pd.Series, name:str):
     "Raise if some stamps have an offset and others none; which hour the others mean, nobody knows"
     if zoned.all() or not zoned.any(): return
@@ -368,7 +353,7 @@ def _numbers(
     kind = column.type
     if pa.types.is_dictionary(kind): column, kind = pc.cast(column, kind.value_type), kind.value_type
     if column.null_count == len(column): raise ValueError(_empty(name, len(column)))
-    if _is_text(kind): out = _spoken(column.to_pandas(), name)
+    if _is_text(kind): out = _read_numbers(column.to_pandas(), name)
     elif any(f(kind) for f in _NUMERIC):
         out = pc.cast(column, pa.float64(), safe=False).to_numpy().copy()
     else: raise ValueError(f'column {name!r} is {kind}; a real column holds numbers; make it categorical')
@@ -379,7 +364,7 @@ def _numbers(
     return out
 
 
-def _spoken(texts:pd.Series, name:str) -> np.ndarray:
+def _read_numbers(texts:pd.Series, name:str) -> np.ndarray:
     "Texts read as numbers"
     out = pd.to_numeric(texts, errors='coerce')
     wrong = texts[out.isna() & texts.notna() & (texts.str.lower() != 'nan')]

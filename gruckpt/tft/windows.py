@@ -74,7 +74,7 @@ def _cut_out(
     lookback:int,
     horizon:int,
     index:torch.Tensor,    # numbers of the windows, B
-    whole:bool=False,      # is it known that every past step exists?
+    whole:bool=False,      # does every past step exist?
 ) -> WindowBatch:
     "Copy windows out of the table"
     steps = torch.arange(-lookback, horizon)
