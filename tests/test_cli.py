@@ -41,7 +41,7 @@ def train(run, out, *args, **kw): return run(*TRAIN, *MODEL, '--out', out, *args
 def telemetry(run, out='a'):
     "What no repetition changes: every column but the speed, and evaluations, which come where a run ends."
     seen = pd.read_csv(run.folder/out/'telemetry.csv', keep_default_na=False)
-    return seen.drop(columns=['tokens_per_s', 'judged'])
+    return seen.drop(columns=['tokens_per_s', 'seconds', 'seconds_predicted', 'judged'])
 
 
 def history(run, out='a'): return pd.read_csv(run.folder/out/'history.csv')

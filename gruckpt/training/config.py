@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from .schedule import check_field, is_number, is_whole
-from .optimizer_step import PRECISIONS
+from .optimizer_step import OPTIMIZERS, PRECISIONS
 
 # %% ../../nbs/training/04_config.ipynb #c81f5a0b
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TrainConfig:
     max_steps : int or None
         Steps after which the run stops; nothing else depends on it. None: `max_epochs` says where.
     lr : float
-        Highest learning rate of AdamW.
+        Highest learning rate.
     warmup : int
         Updates in which the rate rises to `lr`.
     decay_steps : int
@@ -30,23 +30,25 @@ class TrainConfig:
     lr_floor : float
         Share of `lr` that stays, 0..1.
     weight_decay : float
-        Of AdamW.
+        Share of a weight, times the rate, that an update takes away.
     clip : float or None
-        Largest gradient norm, L2 over all gradients; None: never clip.
+        Largest L2 norm of all gradients; None: never clip.
     eval_every : int or None
-        Steps between evaluations; None: at the end of each epoch. At the end of a run there is always one.
+        Steps between evaluations; None: an epoch. At the end of a run there is always one.
     measure_every : int or None
         Steps between counts of peak bytes on a CPU, which take time; None: never. CUDA counts every step.
     max_epochs : int or None
         Passes over the data after which the run stops.
     accumulate : int
-        Micro-batches whose gradients make one step; the last step of an epoch may have fewer.
+        Batches whose gradients make one step; the last step of an epoch may have fewer.
     precision : str
-        'float32', 'float64', 'pure bfloat16'; 'bfloat16', 'float16': autocast over weights in float32.
+        float32, float64, pure bfloat16; bfloat16 and float16 are autocast over weights in float32.
     halt_after : int or None
-        Evaluations in a row, none better than the best before them, that end the run; None: never.
+        Evaluations in a row, none better than the best before, that end the run; None: never.
     max_skipped : int or None
         Skipped steps in a row that are an error; None: never.
+    optimizer : str
+        adamw, adamw foreach, adamw loop, amsgrad, momentum or sgd.
     """
     max_steps:int|None = None
     lr:float = 2e-3
@@ -62,6 +64,7 @@ class TrainConfig:
     precision:str = 'float32'
     halt_after:int|None = None
     max_skipped:int|None = 20
+    optimizer:str = 'adamw'
 
     def __post_init__(self): _check_config(self)
 
@@ -84,7 +87,8 @@ def _check_config(config:TrainConfig):
     check_field('weight_decay', decay, is_number(decay) and 0 <= decay < math.inf, 'a number from 0 on')
     check_field('clip', clip, clip is None or is_number(clip) and clip > 0,
                 'a number above 0, or None for never')
-    check_field('precision', o.precision, o.precision in PRECISIONS, f'one of {", ".join(PRECISIONS)}')
+    for name, allowed in ('precision', PRECISIONS), ('optimizer', OPTIMIZERS):
+        check_field(name, value := getattr(o, name), value in allowed, f'one of {", ".join(allowed)}')
 
 # %% ../../nbs/training/04_config.ipynb #7292dd05
 @dataclass(frozen=True)
@@ -113,6 +117,10 @@ class StepRecord:
         Probability that an input is the truth; None: the model was not told.
     tokens_per_s : float
         Valid targets in a second of this step, its evaluation not counted.
+    seconds : float or None
+        That this step took, without its evaluation. A count of peak bytes on a CPU makes it slower.
+    seconds_predicted : float or None
+        That its counted work should take.
     peak_predicted : int or None
         Most bytes that should be alive in the step.
     peak_measured : int or None
@@ -140,6 +148,8 @@ class StepRecord:
     lr:float
     teacher_forcing:float|None = None
     tokens_per_s:float|None = None
+    seconds:float|None = None
+    seconds_predicted:float|None = None
     peak_predicted:int|None = None
     peak_measured:int|None = None
     gpu_used:int|None = None
