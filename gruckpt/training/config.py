@@ -107,8 +107,6 @@ class StepRecord:
         Loss / ln 2: bits per byte, where a target is a byte.
     grad_norm : float
         L2 norm over all gradients before clipping.
-    grad_norm_clipped : float
-        The same after it; 0 for a skipped step.
     clip_scale : float
         Factor that clipping put on them; 0 for a skipped step.
     lr : float
@@ -133,8 +131,6 @@ class StepRecord:
         Factor against underflow in float16.
     skipped : str
         Why weights and optimizer were left as they were; '' if they were not.
-    n_skipped : int
-        Skipped steps so far.
     judged : float or None
         First number of the evaluation after the step, if there was one.
     """
@@ -143,7 +139,6 @@ class StepRecord:
     loss:float
     bpb:float
     grad_norm:float
-    grad_norm_clipped:float
     clip_scale:float
     lr:float
     teacher_forcing:float|None = None
@@ -156,5 +151,4 @@ class StepRecord:
     gpu_utilisation:int|None = None
     loss_scale:float|None = None
     skipped:str = ''
-    n_skipped:int = 0
     judged:float|None = None

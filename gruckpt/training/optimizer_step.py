@@ -107,7 +107,7 @@ OPTIMIZERS = {'adamw': partial(torch.optim.AdamW, fused=True),
               'adamw loop': partial(torch.optim.AdamW, foreach=False),
               'amsgrad': partial(torch.optim.AdamW, fused=True, amsgrad=True),
               'momentum': partial(torch.optim.SGD, fused=True, momentum=.9),
-              'sgd': partial(torch.optim.SGD, fused=True)}    # name → (parameters, lr=, weight_decay=) → optimizer
+              'sgd': partial(torch.optim.SGD, fused=True)}    # name → what makes one from parameters
 
 # %% ../../nbs/training/01_optimizer_step.ipynb #1ed6c916
 @dataclass(frozen=True)

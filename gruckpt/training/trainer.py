@@ -173,6 +173,23 @@ def set_random_state(
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state['numpy']))
 
+# %% ../../nbs/training/06_trainer.ipynb #1459d030
+_log = logging.getLogger('gruckpt')
+
+def _check_peak(
+    trainer:Trainer,
+    meter:Meter,      # of the step that was just made
+):
+    "An error in the log where a step held more bytes than predicted, and than any step before it"
+    o, peak = trainer, meter.peak
+    if o.peak_predicted is None or peak <= max(o.peak_predicted, o.most): return
+    o.most, phase = peak, max(meter.phases, key=meter.phases.get)
+    facts = {'torch': torch.__version__, 'phases': meter.phases, 'plan': o.plan, 'config': asdict(o.config)}
+    facts |= {k: v for k, v in o.about.items() if len(repr(v)) < 400}
+    _log.error(f'step {o.step} held {human(peak)} in its {phase} phase, {peak - o.peak_predicted:,} bytes '
+               f'more than the {human(o.peak_predicted)} predicted; the training goes on, but the count is '
+               f'wrong: please report it with {facts}')
+
 # %% ../../nbs/training/06_trainer.ipynb #ac17fe01
 def _meter(
     trainer:Trainer,
@@ -201,23 +218,6 @@ def _one_step(
     if not done.skipped: o.carried = state
     if meter is not None and o.device.type == 'cpu': _check_peak(o, meter)
     return done, None if meter is None else meter.peak
-
-# %% ../../nbs/training/06_trainer.ipynb #040d0d35
-_log = logging.getLogger('gruckpt')
-
-def _check_peak(
-    trainer:Trainer,
-    meter:Meter,      # of the step that was just made
-):
-    "An error in the log where a step held more bytes than predicted, and than any such step before it"
-    o, peak = trainer, meter.peak
-    if o.peak_predicted is None or peak <= max(o.peak_predicted, o.most): return
-    o.most, phase = peak, max(meter.phases, key=meter.phases.get)
-    facts = {'torch': torch.__version__, 'step': o.step, 'phases': meter.phases, 'plan': o.plan,
-             'config': asdict(o.config)} | {k: v for k, v in o.about.items() if len(repr(v)) < 400}
-    _log.error(f'step {o.step} held {human(peak)} in its {phase} phase, {peak - o.peak_predicted:,} bytes more '
-               f'than the {human(o.peak_predicted)} predicted; the training goes on, but the count is wrong: '
-               f'please report it with {facts}')
 
 # %% ../../nbs/training/06_trainer.ipynb #0217a499
 def _windows(
@@ -297,9 +297,9 @@ def _record(
     o = trainer
     scale = None if o.loss_scale is None else o.loss_scale.scale
     return StepRecord(o.step, epoch, done.loss, done.loss / math.log(2), done.grad_norm,
-                      done.grad_norm * done.clip_scale if done.clip_scale else 0., done.clip_scale, done.lr,
-                      knobs.get('teacher_forcing'), done.n_targets / seconds, seconds, o.seconds_predicted,
-                      o.peak_predicted, peak, *_gpu(o), scale, done.skipped, o.n_skipped, judged)
+                      done.clip_scale, done.lr, knobs.get('teacher_forcing'), done.n_targets / seconds,
+                      seconds, o.seconds_predicted, o.peak_predicted, peak, *_gpu(o), scale, done.skipped,
+                      judged)
 
 # %% ../../nbs/training/06_trainer.ipynb #2f17f1cd
 def _stopped(trainer:Trainer) -> bool:
