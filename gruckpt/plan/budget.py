@@ -255,6 +255,16 @@ def card_named(
     raise ValueError(f'no card is known as {name!r}; give its bytes as a limit, or one of {", ".join(GPUS)}')
 
 # %% ../../nbs/plan/01_budget.ipynb #79d0d705
+def _free() -> int:
+    "Bytes of memory that this process can still have, as the system says"
+    path = Path('/proc/meminfo')
+    if not path.exists(): return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // 2
+    rows = dict(line.split(':') for line in path.read_text().splitlines())
+    free, group = int(rows['MemAvailable'].split()[0]) * 1024, Path('/sys/fs/cgroup')
+    most = (group/'memory.max').read_text().strip() if (group/'memory.max').exists() else 'max'
+    if most == 'max': return free
+    return min(free, int(most) - int((group/'memory.current').read_text()))
+
 def limit_bytes(
     limit,               # bytes as an int, a text such as '8GiB', a card's name, or 'auto'
     device:str='cpu',    # the one that 'auto' asks: 'cpu', 'cuda' or 'cuda:1'
@@ -877,16 +887,6 @@ def _arithmetic(model, precision:str|None) -> tuple:
                          f'{", ".join(sorted(map(str, other)))}; hand over model.to({weights})')
     narrow = {'bfloat16': torch.bfloat16, 'float16': torch.float16}.get(precision)
     return narrow, 128. if precision == 'float16' else None
-
-def _free() -> int:
-    "Bytes of memory that this process can still have, as the system says"
-    path = Path('/proc/meminfo')
-    if not path.exists(): return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // 2
-    rows = dict(line.split(':') for line in path.read_text().splitlines())
-    free, group = int(rows['MemAvailable'].split()[0]) * 1024, Path('/sys/fs/cgroup')
-    most = (group/'memory.max').read_text().strip() if (group/'memory.max').exists() else 'max'
-    if most == 'max': return free
-    return min(free, int(most) - int((group/'memory.current').read_text()))
 
 def _run_for_real(model, batch, loss, make, arithmetic, why:NotFollowed) -> Meter:
     "The same two steps on copies, under a meter that stops short of the memory that is free"

@@ -24,7 +24,7 @@ from .evaluation import moved, why_halted
 from ..measure.meter import GPUState, Meter, gpu_state, human
 from .parallel import (World, all_rows, check_same, differences, every_rank, own_rows,
                                        sum_over_ranks, wrap)
-from .config import StepRecord, TrainConfig
+from .config import FREE, StepRecord, TrainConfig
 from .schedule import lr_at
 from ..plan.segment import Plan
 from .optimizer_step import (OPTIMIZERS, PRECISIONS, LossScale, Update, accumulate,
@@ -62,6 +62,8 @@ class Trainer:
     def halted(self) -> str:
         "Why evaluations end the run; '' if they do not"
         return why_halted(self.history, self.config.halt_after)
+    @property
+    def over(self) -> bool: "Is there nothing left to do?"; return _over(self) or bool(self.halted)
     def steps(self,
         one_epoch:bool=False,   # stop at the end of the epoch under way
     ) -> Iterator[StepRecord]:
@@ -173,7 +175,7 @@ def set_random_state(
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state['numpy']))
 
-# %% ../../nbs/training/06_trainer.ipynb #1459d030
+# %% ../../nbs/training/06_trainer.ipynb #86624cbe
 _log = logging.getLogger('gruckpt')
 
 def _check_peak(
@@ -311,7 +313,7 @@ def _stopped(trainer:Trainer) -> bool:
 def _steps(trainer:Trainer, one_epoch:bool) -> Iterator[StepRecord]:
     "The training loop"
     o, every = trainer, trainer.config.eval_every
-    if _over(o) or o.halted: return
+    if o.over: return
     for epoch, window in _windows(o.stream, o.config.accumulate):
         knobs = {} if o.knobs is None else o.knobs(epoch, o.n_updates)
         start = perf_counter()
@@ -326,8 +328,6 @@ def _steps(trainer:Trainer, one_epoch:bool) -> Iterator[StepRecord]:
         _check_skips(o, done.skipped)
 
 # %% ../../nbs/training/06_trainer.ipynb #7e531c11
-_FREE = {'max_steps', 'max_epochs', 'eval_every', 'measure_every', 'halt_after', 'max_skipped'}  # no step's
-
 def _row_dims(model) -> dict[int, int]:
     "The dimension of the rows by the number of dimensions, of what a model carries"
     one, two = (tree_leaves(model.init_state(n)) for n in (1, 2))
@@ -363,7 +363,7 @@ def _check_same(trainer:Trainer, state:dict):
     "Raise a ValueError that names what is another run's"
     if missing := {'config', 'about', 'history', 'loss_scale', 'stream'} - set(state):
         raise ValueError(f'the checkpoint lacks {", ".join(sorted(missing))}; another version wrote it')
-    was, now = ({k: v for k, v in c.items() if k not in _FREE}
+    was, now = ({k: v for k, v in c.items() if k not in FREE}
                 for c in (state['config'], asdict(trainer.config)))
     if wrong := [*_changes(state['about'], trainer.about), *_changes(was, now)]:
         raise ValueError(f'cannot resume: {"; ".join(wrong)}; give what the run has, or start another run')
