@@ -33,7 +33,7 @@ from gruckpt.training.trainer import Trainer
 from gruckpt.training.sessions import session
 
 TEXT = ''.join(f'{i % 100:02} ' for i in range(400))
-TRAIN = ('train-lm --text text.txt --out a --hidden 16 --layers 1 --batch 4 --steps 16 --lr 1e-2 --threads 1 '
+TRAIN = ('train-lm --text text.txt --out a --hidden 16 --layers 1 --batch-size 4 --steps 16 --lr 1e-2 --threads 1 '
          '--device cpu').split()
 
 
@@ -155,7 +155,7 @@ def test_N24_no_half_of_a_row(tmp_path):
 def test_N24_an_answer_to_a_full_disk(here):
     "A process of its own: what a buffer still holds when Python ends counts."
     with open('/dev/full', 'w') as full:
-        command = [sys.executable, '-m', 'gruckpt.commands.cli', 'budget', '--limit', '1GiB']
+        command = [sys.executable, '-m', 'gruckpt.commands.cli', 'budget', '--memory-limit', '1GiB']
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, 'gruckpt: standard output: No space left on device\n')
 
@@ -176,7 +176,7 @@ def test_N24_a_closed_pipe_does_not_stop_a_training(here, capsys):
 
 
 def test_N24_a_closed_pipe_ends_an_answer_in_silence(capsys):
-    with nobody_reads(): code = main(['budget', '--limit', '1GiB'])
+    with nobody_reads(): code = main(['budget', '--memory-limit', '1GiB'])
     assert (code, capsys.readouterr().err) == (141, '')
 
 
@@ -259,11 +259,11 @@ def table(here):
     ((*TFT, '--min-past', 0), '--min-past must be at least 1, got 0'),
     ((*TFT, '--decay-steps', 0), '--decay-steps must be at least 1, got 0'),
     ((*TFT, '--save-every', 0), '--save-every must be at least 1, got 0'),
-    ((*TFT, '--patience', 0), '--patience must be at least 1, got 0'),
-    ((*TFT, '--measure-every', 0), '--measure-every must be at least 1, got 0'),
+    ((*TFT, '--halt-after', 0), '--halt-after must be an integer from 1 on, got 0'),
+    ((*TFT, '--measure-every', 0), '--measure-every must be an integer from 1 on, got 0'),
     ((*TFT, '--memory-limit', 0), "--memory-limit must be above 0 bytes, got '0'"),
     ((*TRAIN, '--memory-limit', '0GiB'), "--memory-limit must be above 0 bytes, got '0GiB'"),
-    (('budget', '--limit', 0), "--limit must be above 0 bytes, got '0'")])
+    (('budget', '--memory-limit', 0), "--memory-limit must be above 0 bytes, got '0'")])
 def test_N27_zero_is_refused(args, contains, table, capsys):
     code, out, err = said(capsys, *args)
     assert (code, out, err.count('\n')) == (2, '', 1) and contains in err

@@ -17,10 +17,10 @@ from gruckpt.training.config import StepRecord
 
 def record(step, loss=2., **kw):
     return StepRecord(**{'step': step, 'epoch': step // 10, 'loss': loss, 'bpb': loss / .7, 'grad_norm': loss,
-                         'grad_norm_clipped': 1., 'clip_scale': .5, 'lr': 1e-3, 'tokens_per_s': 10., **kw})
+                         'clip_scale': .5, 'lr': 1e-3, 'tokens_per_s': 10., **kw})
 
 
-def lost(step, loss): return record(step, loss, clip_scale=0., skipped='loss not finite', n_skipped=1)
+def lost(step, loss): return record(step, loss, clip_scale=0., skipped='loss not finite')
 
 
 def run_of(folder, records, history=(), state=None):

@@ -64,7 +64,8 @@ def here(tmp_path, monkeypatch, capsys):
 
 def telemetry(folder):
     "What no repetition changes: every column but the speed."
-    return pd.read_csv(folder/'telemetry.csv', keep_default_na=False).drop(columns='tokens_per_s')
+    rows = pd.read_csv(folder/'telemetry.csv', keep_default_na=False)
+    return rows.drop(columns=['tokens_per_s', 'seconds'])
 
 
 def weights(folder, step): return torch.load(folder/f'step-{step:08}.pt', weights_only=True)['model']

@@ -112,13 +112,13 @@ def test_r06_the_norm_is_the_joined_gradients_and_is_clipped_once():
     for batches, n in (TEN, 5), ([joined(TEN[:5]), joined(TEN[5:])], 1):
         trainer = Trainer(Classes(), Batches(batches), TrainConfig(8, lr=1e-2, clip=0.1, accumulate=n))
         records = list(trainer.steps())
-        numbers = [(r.loss, r.grad_norm, r.clip_scale, r.grad_norm_clipped) for r in records]
+        numbers = [(r.loss, r.grad_norm, r.clip_scale) for r in records]
         weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
         runs.append((torch.tensor(numbers), weights))
     (parts, w_parts), (whole, w_whole) = runs
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(w_parts, w_whole, rtol=1e-5, atol=1e-5)
-    assert (whole[:, 1] > 0.1).all() and (whole[:, 3] - 0.1).abs().max() < 1e-5
+    assert (whole[:, 1] > 0.1).all() and (whole[:, 1] * whole[:, 2] - 0.1).abs().max() < 1e-5
 
 
 def test_a_batch_without_a_valid_target_is_refused():

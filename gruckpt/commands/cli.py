@@ -16,15 +16,27 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from .shell import call, check_bytes, check_threads, ending, print_answer, refusing, say
-from .train_lm import train_lm_command
+from .shell import (BatchSize, Fields, MemoryLimit, Seed, Segments, Threads, call,
+                                    check_bytes, check_options, check_threads, ending, print_answer, refusing,
+                                    say, with_fields)
+from .train_lm import PLAN, train_lm_command
 from .train_tft import backtest_command, forecast_command, train_tft_command
 
 # %% ../../nbs/commands/03_cli.ipynb #f32cf230
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+def _version(asked:bool):
+    "Print the version, and end"
+    if not asked: return
+    print_answer(f'gruckpt {sys.modules["gruckpt"].__version__}')
+    raise typer.Exit()
 
 @app.callback()
-def _top(): "Bigger recurrent models on the GPU you have, with the same gradients."
+def _top(
+    version:Annotated[bool, Option(
+        '--version', callback=_version, is_eager=True, help='as a line')] = False,
+):
+    "Bigger recurrent models on the GPU you have, with the same gradients."
 
 app.command('train-lm')(train_lm_command)
 app.command('train-tft')(train_tft_command)
@@ -69,7 +81,7 @@ def _generate_command(
     length:Annotated[int, Option(help='characters to add')] = 500,
     temperature:Annotated[float, Option(help='0: always the likeliest character')] = 1.,
     top_k:Annotated[int|None, Option(help='draw among the likeliest only')] = None,
-    seed:Annotated[int, Option(help='another one, another text')] = 0,
+    seed:Annotated[int, Option(help='of the draw: another seed writes another text')] = 0,
 ):
     "Write text with a trained model, going on from a prompt."
     with ending(), refusing():
@@ -80,8 +92,8 @@ def _generate_command(
 # %% ../../nbs/commands/03_cli.ipynb #91b4c931
 def _certificate(
     found,       # what `load_checkpoint` found
-    rows:int,    # rows of the batch
-    seed:int,    # of its characters
+    batch_size:int,    # rows of the batch
+    seed:int,          # of its characters
 ):               # the `Certificate`
     "Compare gradients with and without recomputation for the model and the plan of a run"
     import torch
@@ -89,111 +101,126 @@ def _certificate(
     from gruckpt.charlm.model import GRULM, GRUSpec
     from gruckpt.plan.segment import Plan
     from gruckpt.charlm.text import Batch
-    if rows < 1: raise ValueError(f'--rows must be at least 1, got {rows}')
+    check_options(SimpleNamespace(batch_size=batch_size), {}, ('batch_size',))
     spec, plan = GRUSpec.from_dict(_of_characters(found)['spec']), Plan(**found.state['plan'])
     model = GRULM(spec).double()
     model.load_state_dict(found.state['model'])
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(spec.vocab_size, (rows, plan.n_steps + 1), generator=draw)
+    ids = torch.randint(spec.vocab_size, (batch_size, plan.n_steps + 1), generator=draw)
     return certify(model, Batch(ids[:, :-1], ids[:, 1:], fresh=True), lambda m, b: m.loss(b, plan=plan)[0])
 
 # %% ../../nbs/commands/03_cli.ipynb #11650127
 @app.command('certify')
 def _certify_command(
     run:Annotated[Path, typer.Argument(help='folder of a run')],
-    rows:Annotated[int, Option(help='rows of the batch')] = 4,
-    seed:Annotated[int, Option(help='of its characters')] = 0,
+    batch_size:BatchSize = 4,    # as in every command
+    seed:Seed = 0,               # of the characters
 ):
     "Compare a run's gradients with and without recomputation; exit code 1 if they differ."
     with ending():
         with refusing():
             from gruckpt.training.checkpoint_files import load_checkpoint
-            certificate = _certificate(load_checkpoint(run), rows, seed)
+            certificate = _certificate(load_checkpoint(run), batch_size, seed)
         print_answer(certificate)
         if not certificate.passed: raise typer.Exit(1)
 
 # %% ../../nbs/commands/03_cli.ipynb #431ce6c8
+_SPEC = Fields('gruckpt.charlm.model:GRUSpec', dict(
+    vocab_size='vocab_size', hidden='hidden', layers='n_layers', norm='norm', reset='reset', tied='tied'),
+    dict(vocab_size=100))
+_STEP = Fields('gruckpt.training.config:TrainConfig', dict(
+    optimizer='optimizer', precision='precision', accumulate='accumulate'))
+
+def _limit(o:SimpleNamespace) -> tuple:
+    "(limit in bytes or None, device, what was assumed in words); ValueError for a wrong question"
+    from gruckpt.plan.budget import GPUS, card_named, limit_bytes
+    from gruckpt.measure.meter import human
+    if o.gpu is not None and o.memory_limit is not None:
+        raise ValueError('give --gpu or --memory-limit, not both')
+    if o.gpu is None and o.memory_limit is None and o.segments is None:
+        raise ValueError('give --gpu or --memory-limit to find a plan, or --segments to count one')
+    check_bytes(o.memory_limit, 'memory_limit')
+    device = o.device or ('cuda' if o.gpu else 'cpu')
+    check_options(SimpleNamespace(device=device), {'device': ('cpu', 'cuda')})
+    if o.gpu == 'auto':
+        limit = limit_bytes('auto', 'cuda')
+        return limit, device, f'on the GPU of this machine, which has {human(limit)} free for this process'
+    if o.gpu is not None:
+        name = card_named(o.gpu)
+        card = GPUS[name]
+        return card.usable, device, f'on {name}: of {human(card.total)} a step may use {human(card.usable)}'
+    limit = None if o.memory_limit is None else limit_bytes(o.memory_limit, device)
+    free = ', and what this machine has free' if o.memory_limit == 'auto' else ''
+    on = 'a CPU; --device cuda or --gpu counts one on a GPU' if device == 'cpu' else 'a GPU'
+    return limit, device, f'on {on}{free}'
+
 def _question(
     o:SimpleNamespace,   # options of `budget` by name
-) -> tuple:              # spec, plan or None, limit or None, device, keywords for `estimate`
+) -> tuple:              # spec, plan or None, limit or None, keywords for `estimate`, what is assumed
     "What is asked; ValueError for a wrong question"
-    from gruckpt.plan.budget import GPUS
-    from gruckpt.charlm.model import GRUSpec
-    from gruckpt.measure.meter import parse_bytes
     from gruckpt.plan.segment import Plan
-    if o.gpu is not None and o.limit is not None: raise ValueError('give --gpu or --limit, not both')
-    check_bytes(o.limit, 'limit')
-    if o.gpu is not None and o.gpu not in GPUS:
-        raise ValueError(f'--gpu must be one of {", ".join(GPUS)}, got {o.gpu!r}; or give --limit')
-    if o.gpu is None and o.limit is None and o.segments is None:
-        raise ValueError('give --gpu or --limit to find a plan, or --segments to count one')
-    spec = GRUSpec(o.vocab, o.hidden, o.layers, norm=None if o.norm == 'none' else o.norm, reset=o.reset)
-    plan = None if o.segments is None else Plan.split(o.steps, o.segments, o.keep)
-    limit = GPUS[o.gpu].usable if o.gpu is not None else None if o.limit is None else parse_bytes(o.limit)
-    how = {'optimizer': o.optimizer, 'precision': o.precision, 'device': 'cuda' if o.gpu else 'cpu'}
-    return spec, plan, limit, how
+    limit, device, said = _limit(o)
+    plan = None if o.segments is None else PLAN.make(o, Plan.split, n_steps=o.steps, n_segments=o.segments)
+    config = _STEP.make(o, max_steps=1)
+    how = dict(optimizer=config.optimizer, precision=config.precision, accumulate=config.accumulate)
+    return _SPEC.make(o), plan, limit, how | {'device': device}, said
 
 # %% ../../nbs/commands/03_cli.ipynb #f46fced9
 def _verdict(
     o:SimpleNamespace,   # options of `budget`
-) -> tuple:              # ledger, plan, bytes in all, limit or None, why it does not fit or ''
+) -> tuple:              # ledger, plan, bytes, limit or None, what is assumed, why it does not fit or ''
     "The plan asked for, or the fastest that fits, and whether it does"
     from gruckpt.plan.budget import DoesNotFit, estimate, fit
     from gruckpt.measure.meter import human
-    spec, plan, limit, how = _question(o)
+    spec, plan, limit, how, said = _question(o)
     why = ''
     if plan is None:
-        try: plan = fit(spec, o.batch, o.steps, limit, **how)
+        try: plan = fit(spec, o.batch_size, o.steps, limit, **how)
         except DoesNotFit as e: plan, why = e.plan, str(e)
-    ledger = estimate(spec, o.batch, plan, **how)
+    ledger = estimate(spec, o.batch_size, plan, **how)
     total = int(ledger.total)
     if not why and limit is not None and total > limit:
         why = (f'{plan.n_segments} segment(s) need {human(total)}, more than {human(limit)}; '
                'without --segments a plan is searched')
-    return ledger, plan, total, limit, why
+    return ledger, plan, total, limit, said, why
 
 # %% ../../nbs/commands/03_cli.ipynb #b278f9c9
-def _as_json(ledger, plan, total:int, limit, why:str) -> str:
+def _as_json(ledger, plan, total:int, limit, said:str, why:str) -> str:
     "The verdict for programs; bytes are integers"
     phases = {phase: int(n) for phase, n in ledger.phases.items()}
     terms = {name: int(n) for name, n in ledger.terms.items()}
     return json.dumps({'fits': not why, 'total': total, 'limit': limit, 'at': ledger.at, 'phases': phases,
-                       'terms': terms, 'beside': ledger.beside, 'why': why,
+                       'terms': terms, 'beside': ledger.beside, 'counted': said, 'why': why,
                        'plan': asdict(plan) | {'n_segments': plan.n_segments}})
 
-def _as_text(ledger, plan, total:int, limit, why:str) -> str:
+def _as_text(ledger, plan, total:int, limit, said:str, why:str) -> str:
     "The verdict for people"
     from gruckpt.measure.meter import human
     verdict = why or (human(total) if limit is None else f'fits: {human(total)} of {human(limit)}')
-    return f'{ledger}\nplan    {plan.words}\nverdict {verdict}'
+    return f'{ledger}\nplan    {plan.words}\ncounted a step {said}\nverdict {verdict}'
 
 def _table(o:SimpleNamespace) -> str:
     "The fastest plans by bytes, and with a limit what is the largest that fits"
     from gruckpt.plan.budget import frontier, what_fits
     from gruckpt.measure.meter import human
-    spec, _, limit, how = _question(o)
-    rows = frontier(spec, o.batch, o.steps, n=12, **how)
+    spec, _, limit, how, _ = _question(o)
+    rows = frontier(spec, o.batch_size, o.steps, n=12, **how)
     rows = rows.assign(bytes=rows.bytes.map(human), plan=[p.words for p in rows.plan]).round(3)
     found = [rows.drop(columns='seconds').to_string(index=False)]
-    if limit is not None: found.append(what_fits(spec, limit, o.batch, o.steps, **how).round(2).to_string())
+    if limit is not None:
+        found.append(what_fits(spec, limit, o.batch_size, o.steps, **how).round(2).to_string())
     return '\n\n'.join(found)
 
 # %% ../../nbs/commands/03_cli.ipynb #8fb31703
 @app.command('budget')
+@with_fields(_SPEC, PLAN, _STEP, before='batch_size')
 def _budget_command(ctx:typer.Context,
-    hidden:Annotated[int, Option(help='width of every layer, D')] = 256,
-    layers:Annotated[int, Option(help='GRU layers, L')] = 3,
-    vocab:Annotated[int, Option(help='characters, V')] = 100,
-    norm:Annotated[str, Option(help='RMSNorm: none or state')] = 'none',
-    reset:Annotated[str, Option(help="reset gate after or before the candidate's matmul")] = 'after',
-    batch:Annotated[int, Option(help='rows, B')] = 32,
+    gpu:Annotated[str|None, Option(help="a card, such as 'RTX 3080', or auto: that of this machine")] = None,
+    memory_limit:MemoryLimit = None,    # in the place of a card
+    device:Annotated[str|None, Option(help='whose step, cpu or cuda; default: cuda if --gpu')] = None,
+    batch_size:BatchSize = 32,          # as in every command
     steps:Annotated[int, Option(help='window length, T')] = 256,
-    segments:Annotated[int|None, Option(help='segments, K; default: the fastest plan')] = None,
-    keep:Annotated[str, Option(help='with --segments: hidden or gates')] = 'hidden',
-    optimizer:Annotated[str, Option(help="adamw, 'adamw foreach', amsgrad, momentum, sgd")] = 'adamw',
-    precision:Annotated[str, Option(help="float32, bfloat16, 'pure bfloat16', float64")] = 'float32',
-    gpu:Annotated[str|None, Option(help='a card by name, such as "RTX 3080"')] = None,
-    limit:Annotated[str|None, Option(help='bytes instead of a card, such as 8GiB')] = None,
+    segments:Segments = None,           # None: the fastest plan that fits
     as_json:Annotated[bool, Option('--json', help='for programs')] = False,
     table:Annotated[bool, Option('--table', help='also bytes against time, and what else fits')] = False,
 ):
@@ -211,19 +238,32 @@ app.add_typer(bench_app, name='bench')
 @bench_app.callback()
 def _bench(): "Measure, side by side, in one run."
 
+def _check_bench(out:Path, threads:int|None):
+    "Raise unless there may be a folder, and so many threads"
+    check_threads(threads)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f'--out must be a folder, and {str(out)!r} is a file')
+
+def _dtype(precision:str, *more:str) -> str:
+    "The type of weights and arithmetic alike that a precision means"
+    known = {'float32': 'float32', 'float64': 'float64'} | {f'pure {o}': o for o in ('bfloat16', *more)}
+    if (name := precision.replace('-', ' ')) in known: return known[name]
+    raise ValueError(f'--precision must be one of {", ".join(known)}, got {precision!r}: a bench computes in '
+                     'the type of its weights')
+
 # %% ../../nbs/commands/03_cli.ipynb #1cfb042b
 @bench_app.command('rnn')
 def _bench_rnn_command(
     out:Annotated[Path, Option(help='folder for bench_rnn.csv and bench_rnn.png')] = Path('bench'),
-    batch:Annotated[int, Option(help='rows, B')] = 64,
+    batch_size:BatchSize = 64,    # as in every command
     steps:Annotated[int, Option(help='time steps, T')] = 256,
     hidden:Annotated[int, Option(help='width, D')] = 512,
     layers:Annotated[int, Option(help='layers, L')] = 3,
     segments:Annotated[int, Option(help='segments of the rows that are cut, K')] = 16,
-    dtype:Annotated[str, Option(help='float32, float64, bfloat16 or float16')] = 'float32',
+    precision:Annotated[str, Option(help='float32, float64, pure bfloat16 or pure float16')] = 'float32',
     device:Annotated[str, Option(help='cpu or cuda')] = 'cpu',
     repeats:Annotated[int, Option(help='timed rounds, after one to warm up')] = 5,
-    threads:Annotated[int|None, Option(help='of the processor; default: as torch has it')] = None,
+    threads:Threads = None,       # as in every command
     naive:Annotated[bool, Option(help='the plain cell loops too')] = True,
     jax:Annotated[bool, Option(help="JAX's rows too")] = True,
     input_grad:Annotated[bool, Option(help='take the gradient of the input')] = False,
@@ -231,13 +271,11 @@ def _bench_rnn_command(
     "Time and peak bytes of recurrent layers: a table, bench_rnn.csv and bench_rnn.png."
     with ending(), refusing():
         from gruckpt.bench.rnn import bench_rnn, save_bench
-        check_threads(threads)
+        _check_bench(out, threads)
         if not 1 <= segments <= steps:
             raise ValueError(f'--segments must be in 1..{steps} (--steps), got {segments}')
-        if out.exists() and not out.is_dir():
-            raise ValueError(f'--out must be a folder, and {str(out)!r} is a file')
-        table = bench_rnn(batch, steps, hidden, layers, segments, dtype, device, repeats, threads, naive, jax,
-                          input_grad)
+        table = bench_rnn(batch_size, steps, hidden, layers, segments, _dtype(precision, 'float16'), device,
+                          repeats, threads, naive, jax, input_grad)
         print_answer(table)
         print_answer('files  ', *save_bench(table, out))
 
@@ -245,29 +283,28 @@ def _bench_rnn_command(
 @bench_app.command('lm')
 def _bench_lm_command(
     out:Annotated[Path, Option(help='folder for bench_lm.csv and bench_lm.png')] = Path('bench'),
-    batch:Annotated[int, Option(help='rows, B')] = 32,
+    batch_size:BatchSize = 32,    # as in every command
     steps:Annotated[int, Option(help='time steps, T')] = 256,
     hidden:Annotated[int, Option(help='width, D')] = 256,
     layers:Annotated[int, Option(help='layers, L')] = 3,
     segments:Annotated[int, Option(help='segments of the rows that are cut, K')] = 16,
-    vocab:Annotated[int, Option(help='characters, V')] = 84,
+    vocab_size:Annotated[int, Option(help='characters, V')] = 84,
     norm:Annotated[str, Option(help='RMSNorm: none, state or output')] = 'output',
     teacher_forcing:Annotated[float, Option(help='share of truth in the rows that draw inputs')] = .5,
-    dtype:Annotated[str, Option(help='float32, float64 or bfloat16')] = 'float32',
+    precision:Annotated[str, Option(help='float32, float64 or pure bfloat16')] = 'float32',
     device:Annotated[str, Option(help='cpu or cuda')] = 'cpu',
     repeats:Annotated[int, Option(help='timed rounds, after one to warm up')] = 5,
-    threads:Annotated[int|None, Option(help='of the processor; default: as torch has it')] = None,
+    threads:Threads = None,       # as in every command
 ):
     "Time and peak bytes of a language model's step, bare and by the trainer: bench_lm.csv, bench_lm.png."
     with ending(), refusing():
         from gruckpt.bench.rnn import bench_lm, save_bench
-        check_threads(threads)
+        _check_bench(out, threads)
         if not 1 <= segments <= steps:
             raise ValueError(f'--segments must be in 1..{steps} (--steps), got {segments}')
-        if out.exists() and not out.is_dir():
-            raise ValueError(f'--out must be a folder, and {str(out)!r} is a file')
-        table = bench_lm(batch, steps, hidden, layers, segments, vocab, None if norm == 'none' else norm,
-                         teacher_forcing, dtype, device, repeats, threads)
+        norm = None if norm == 'none' else norm
+        table = bench_lm(batch_size, steps, hidden, layers, segments, vocab_size, norm, teacher_forcing,
+                         _dtype(precision), device, repeats, threads)
         print_answer(table)
         print_answer('files  ', *save_bench(table, out, 'bench_lm'))
 
@@ -275,7 +312,7 @@ def _bench_lm_command(
 @bench_app.command('tft')
 def _bench_tft_command(
     out:Annotated[Path, Option(help='folder for bench_tft.csv')] = Path('bench'),
-    batch:Annotated[int, Option(help='windows in a step, B')] = 1,
+    batch_size:BatchSize = 1,     # as in every command
     static:Annotated[int, Option(help='static columns')] = 5,
     observed:Annotated[int, Option(help='observed columns')] = 210,
     known:Annotated[int, Option(help='columns known for the horizon')] = 10,
@@ -283,15 +320,13 @@ def _bench_tft_command(
     lookback:Annotated[int, Option(help='past rows')] = 50,
     horizon:Annotated[int, Option(help='rows to forecast')] = 10,
     repeats:Annotated[int, Option(help='timed rounds, after one to warm up')] = 5,
-    threads:Annotated[int|None, Option(help='of the processor; default: as torch has it')] = None,
+    threads:Threads = None,       # as in every command
 ):
     "Time and kept bytes of a transformer's step, ours by tier and other libraries' if they are there."
     with ending(), refusing():
         from gruckpt.bench.tft import bench_tft
-        check_threads(threads)
-        if out.exists() and not out.is_dir():
-            raise ValueError(f'--out must be a folder, and {str(out)!r} is a file')
-        table = bench_tft(batch, static, observed, known, hidden, lookback, horizon, repeats, threads)
+        _check_bench(out, threads)
+        table = bench_tft(batch_size, static, observed, known, hidden, lookback, horizon, repeats, threads)
         print_answer(table)
         out.mkdir(parents=True, exist_ok=True)
         table.to_csv(out/'bench_tft.csv')

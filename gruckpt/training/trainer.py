@@ -6,6 +6,7 @@
 __all__ = ['Trainer', 'random_state', 'set_random_state', 'Diverged']
 
 # %% ../../nbs/training/06_trainer.ipynb #3ad9e7d3
+import logging
 import math
 import os
 import random
@@ -20,13 +21,14 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .evaluation import moved, why_halted
-from ..measure.meter import GPUState, Meter, gpu_state
+from ..measure.meter import GPUState, Meter, gpu_state, human
 from .parallel import (World, all_rows, check_same, differences, every_rank, own_rows,
                                        sum_over_ranks, wrap)
-from .config import StepRecord, TrainConfig
+from .config import FREE, StepRecord, TrainConfig
 from .schedule import lr_at
 from ..plan.segment import Plan
-from .optimizer_step import PRECISIONS, LossScale, Update, accumulate, check_weights, update
+from .optimizer_step import (OPTIMIZERS, PRECISIONS, LossScale, Update, accumulate,
+                                             check_weights, update)
 
 # %% ../../nbs/training/06_trainer.ipynb #22ad7beb
 class Trainer:
@@ -42,12 +44,16 @@ class Trainer:
         replan:Callable|None=None,     # plan without room → (smaller plan, bytes it should need)
         knobs:Callable|None=None,      # (epoch, updates so far) → more keywords for the loss
         world:World|None=None,         # the processes of the run, joined; None: this one
+        seconds_of:Callable|None=None, # plan → seconds a step should take, for the records
+        remembered:dict|None=None,     # plain values that a checkpoint keeps, and that may change on resume
     ):
         self.model, self.stream, self.config, self.plan, self.judge = model, stream, config, plan, judge
         self.about, self.peak_predicted, self.replan, self.knobs = about or {}, peak_predicted, replan, knobs
         self.world, self.step, self.n_skipped, self.n_in_row = world or World(), 0, 0, 0
         self.carried, self.history, self.stopping, self.gpu = None, [], False, (-math.inf, None)
         self.loss_scale = LossScale() if PRECISIONS[config.precision].scaled else None
+        self.seconds_of, self.remembered, self.most = seconds_of, remembered or {}, 0
+        self.seconds_predicted = None if seconds_of is None else seconds_of(plan)
         _prepare(self)
 
     @property
@@ -56,6 +62,8 @@ class Trainer:
     def halted(self) -> str:
         "Why evaluations end the run; '' if they do not"
         return why_halted(self.history, self.config.halt_after)
+    @property
+    def over(self) -> bool: "Is there nothing left to do?"; return _over(self) or bool(self.halted)
     def steps(self,
         one_epoch:bool=False,   # stop at the end of the epoch under way
     ) -> Iterator[StepRecord]:
@@ -76,7 +84,7 @@ def _prepare(trainer:Trainer):
     if not params: raise ValueError('the model has no parameter that requires grad; unfreeze some')
     check_weights(params, o.config.precision)
     o.device = params[0].device
-    o.optimizer = torch.optim.AdamW(params, lr=o.config.lr, weight_decay=o.config.weight_decay, fused=True)
+    o.optimizer = OPTIMIZERS[o.config.optimizer](params, lr=o.config.lr, weight_decay=o.config.weight_decay)
     o.wrapped = wrap(o.model, o.world) if several else None
     if several: torch.manual_seed(every_rank(int(torch.randint(2**62, ())))[0])   # in step from here on
 
@@ -113,18 +121,21 @@ def _attempt(
     return update(o.optimizer, loss, rate, o.config.clip, scale, total), state
 
 # %% ../../nbs/training/06_trainer.ipynb #03393d87
-def _counts(optimizer) -> dict:
-    "How often the optimizer has counted a step of each parameter, as versions of its counters"
-    return {p: s['step']._version for p, s in optimizer.state.items()}
+def _versions(optimizer) -> dict:
+    "How often each trained weight was written to, and what the optimizer keeps of it"
+    def kept(p): return {k: t for k, t in optimizer.state.get(p, {}).items() if isinstance(t, torch.Tensor)}
+    weights = [p for group in optimizer.param_groups for p in group['params']]
+    return {p: (p._version, {k: t._version for k, t in kept(p).items()}) for p in weights}
 
-def _untouched(optimizer, counts:dict) -> bool:
-    "Has the optimizer changed nothing since `_counts`?"
-    return all(s['step']._version == counts.get(p, 0) for p, s in optimizer.state.items() if 'step' in s)
+def _untouched(optimizer, before:dict) -> bool:
+    "Has the optimizer changed nothing since `_versions` gave `before`? New moments aside"
+    return all(n == before[p][0] and all(v == before[p][1].get(k, 0) for k, v in kept.items())
+               for p, (n, kept) in _versions(optimizer).items())
 
-def _undo(trainer:Trainer, randomness:dict, counts:dict):
+def _undo(trainer:Trainer, randomness:dict, before:dict):
     "Drop what a failed try has left"
     o = trainer
-    for p in [p for p in o.optimizer.state if p not in counts]: del o.optimizer.state[p]
+    for p in [p for p in o.optimizer.state if not before[p][1]]: del o.optimizer.state[p]
     o.optimizer.zero_grad()
     set_random_state(randomness)
     if o.device.type == 'cuda': torch.cuda.empty_cache()
@@ -137,12 +148,13 @@ def _passes(
     "A step; out of memory, the same window once more under a smaller plan"
     o = trainer
     while True:
-        before = (random_state(), _counts(o.optimizer)) if o.replan else None
+        before = (random_state(), _versions(o.optimizer)) if o.replan else None
         try: return _attempt(o, window, knobs)
         except torch.OutOfMemoryError:
             if before is None or not _untouched(o.optimizer, before[1]): raise
         _undo(o, *before)
         o.plan, o.peak_predicted = o.replan(o.plan)
+        if o.seconds_of is not None: o.seconds_predicted = o.seconds_of(o.plan)
 
 # %% ../../nbs/training/06_trainer.ipynb #2e1f3a9d
 def random_state() -> dict:
@@ -162,6 +174,23 @@ def set_random_state(
     version, words, gauss = state['python']
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state['numpy']))
+
+# %% ../../nbs/training/06_trainer.ipynb #86624cbe
+_log = logging.getLogger('gruckpt')
+
+def _check_peak(
+    trainer:Trainer,
+    meter:Meter,      # of the step that was just made
+):
+    "An error in the log where a step held more bytes than predicted, and than any step before it"
+    o, peak = trainer, meter.peak
+    if o.peak_predicted is None or peak <= max(o.peak_predicted, o.most): return
+    o.most, phase = peak, max(meter.phases, key=meter.phases.get)
+    facts = {'torch': torch.__version__, 'phases': meter.phases, 'plan': o.plan, 'config': asdict(o.config)}
+    facts |= {k: v for k, v in o.about.items() if len(repr(v)) < 400}
+    _log.error(f'step {o.step} held {human(peak)} in its {phase} phase, {peak - o.peak_predicted:,} bytes '
+               f'more than the {human(o.peak_predicted)} predicted; the training goes on, but the count is '
+               f'wrong: please report it with {facts}')
 
 # %% ../../nbs/training/06_trainer.ipynb #ac17fe01
 def _meter(
@@ -189,6 +218,7 @@ def _one_step(
     o.n_in_row = o.n_in_row + 1 if done.skipped else 0
     if o.loss_scale is not None: o.loss_scale = o.loss_scale.after(done)
     if not done.skipped: o.carried = state
+    if meter is not None and o.device.type == 'cpu': _check_peak(o, meter)
     return done, None if meter is None else meter.peak
 
 # %% ../../nbs/training/06_trainer.ipynb #0217a499
@@ -261,7 +291,7 @@ def _record(
     epoch:int,               # of the window
     done:Update,             # what became of its gradient
     knobs:dict,              # of the step
-    rate:float,              # targets a second
+    seconds:float,           # that the step took
     peak:int|None,           # bytes
     judged:float|None,       # first number of the evaluation
 ) -> StepRecord:
@@ -269,9 +299,9 @@ def _record(
     o = trainer
     scale = None if o.loss_scale is None else o.loss_scale.scale
     return StepRecord(o.step, epoch, done.loss, done.loss / math.log(2), done.grad_norm,
-                      done.grad_norm * done.clip_scale if done.clip_scale else 0., done.clip_scale, done.lr,
-                      knobs.get('teacher_forcing'), rate, o.peak_predicted, peak, *_gpu(o), scale,
-                      done.skipped, o.n_skipped, judged)
+                      done.clip_scale, done.lr, knobs.get('teacher_forcing'), done.n_targets / seconds,
+                      seconds, o.seconds_predicted, o.peak_predicted, peak, *_gpu(o), scale, done.skipped,
+                      judged)
 
 # %% ../../nbs/training/06_trainer.ipynb #2f17f1cd
 def _stopped(trainer:Trainer) -> bool:
@@ -283,23 +313,21 @@ def _stopped(trainer:Trainer) -> bool:
 def _steps(trainer:Trainer, one_epoch:bool) -> Iterator[StepRecord]:
     "The training loop"
     o, every = trainer, trainer.config.eval_every
-    if _over(o) or o.halted: return
+    if o.over: return
     for epoch, window in _windows(o.stream, o.config.accumulate):
         knobs = {} if o.knobs is None else o.knobs(epoch, o.n_updates)
         start = perf_counter()
         done, peak = _one_step(o, window, knobs)
-        rate, ended = done.n_targets / (perf_counter() - start), o.stream.epoch != epoch
+        seconds, ended = perf_counter() - start, o.stream.epoch != epoch
         last = _over(o) or one_epoch and ended
         due = last or (ended if every is None else o.step % every == 0)
         judged = _evaluated(o, epoch, knobs) if due and o.judge is not None else None
-        yield _record(o, epoch, done, knobs, rate, peak, judged)
+        yield _record(o, epoch, done, knobs, seconds, peak, judged)
         stopped = _stopped(o)                              # asked of all ranks, in every step
         if last or judged is not None and o.halted or stopped: return
         _check_skips(o, done.skipped)
 
 # %% ../../nbs/training/06_trainer.ipynb #7e531c11
-_FREE = {'max_steps', 'max_epochs', 'eval_every', 'measure_every', 'halt_after', 'max_skipped'}  # no step's
-
 def _row_dims(model) -> dict[int, int]:
     "The dimension of the rows by the number of dimensions, of what a model carries"
     one, two = (tree_leaves(model.init_state(n)) for n in (1, 2))
@@ -321,7 +349,7 @@ def _state_of(trainer:Trainer) -> dict:
             'model': o.model.state_dict(), 'optimizer': o.optimizer.state_dict(),
             'loss_scale': None if o.loss_scale is None else asdict(o.loss_scale),
             'stream': o.stream.state_dict(), 'carried': _each_leaf(o, o.carried, all_rows),
-            'history': o.history, 'random': random_state()}
+            'history': o.history, 'random': random_state(), 'remembered': o.remembered}
 
 # %% ../../nbs/training/06_trainer.ipynb #42ae3b5b
 def _changes(
@@ -335,7 +363,7 @@ def _check_same(trainer:Trainer, state:dict):
     "Raise a ValueError that names what is another run's"
     if missing := {'config', 'about', 'history', 'loss_scale', 'stream'} - set(state):
         raise ValueError(f'the checkpoint lacks {", ".join(sorted(missing))}; another version wrote it')
-    was, now = ({k: v for k, v in c.items() if k not in _FREE}
+    was, now = ({k: v for k, v in c.items() if k not in FREE}
                 for c in (state['config'], asdict(trainer.config)))
     if wrong := [*_changes(state['about'], trainer.about), *_changes(was, now)]:
         raise ValueError(f'cannot resume: {"; ".join(wrong)}; give what the run has, or start another run')
