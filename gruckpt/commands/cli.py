@@ -126,7 +126,8 @@ def _certify_command(
 
 # %% ../../nbs/commands/03_cli.ipynb #431ce6c8
 _SPEC = Fields('gruckpt.charlm.model:GRUSpec', dict(
-    vocab_size='vocab_size', hidden='hidden', layers='n_layers', norm='norm', reset='reset', tied='tied'),
+    vocab_size='vocab_size', hidden='hidden', layers='n_layers', norm='norm', reset='reset', tied='tied',
+    cell='cell'),
     dict(vocab_size=100))
 _STEP = Fields('gruckpt.training.config:TrainConfig', dict(
     optimizer='optimizer', precision='precision', accumulate='accumulate'))

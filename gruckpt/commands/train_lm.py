@@ -23,7 +23,8 @@ from .shell import (
 
 # %% ../../nbs/commands/01_train_lm.ipynb #7acce309
 SPEC = Fields('gruckpt.charlm.model:GRUSpec', dict(
-    hidden='hidden', layers='n_layers', dropout='dropout', norm='norm', reset='reset', tied='tied'))
+    hidden='hidden', layers='n_layers', dropout='dropout', norm='norm', reset='reset', tied='tied',
+    cell='cell'))
 CONFIG = Fields('gruckpt.training.config:TrainConfig', dict(
     max_steps='max_steps', epochs='max_epochs', optimizer='optimizer', lr='lr', lr_floor='lr_floor',
     warmup='warmup', decay_steps='decay_steps', weight_decay='weight_decay', accumulate='accumulate',

@@ -72,23 +72,38 @@ class SeriesSpec(_Roles):
 
     Parameters
     ----------
-    time : column of time stamps
-    target : column of numbers to forecast; its past is an input too
-    ids : columns that tell the series apart; none: one series
-    static_reals : numbers, one a series
-    static_cats : names, one a series; may be ids too
-    observed_reals : numbers known up to now
-    observed_cats : names known up to now
-    known_reals : numbers known for the horizon too
-    known_cats : names known for the horizon too
-    calendar_reals : of minute, hour, weekday, day, dayofyear, month, quarter: each a sine and a cosine
-    calendar_cats : of the same: each a category
-    step : between rows, as pandas writes it: by the clock ('15min', '24h') or by the local calendar ('D',
-        'B', '7D', 'MS'), or 'months=1'; None: what most rows keep; 'row': gaps mean nothing
-    missing : what stands for a missing number: 'last' (of the series), 'mean' (of training); None: refuse
-    scale : target and observed numbers in units of 'all' series, or of each 'series': of its training rows,
-        or of its first rows where it begins later
-    time_format : of stamps that are text, as strptime writes it; None: ISO 8601. Differing offsets become UTC
+    time : str
+        Column of time stamps.
+    target : str
+        Column of numbers to forecast; its past is an input too.
+    ids : tuple of str
+        Columns that tell the series apart; none: one series.
+    static_reals : tuple of str
+        Numbers, one a series.
+    static_cats : tuple of str
+        Names, one a series; may be ids too.
+    observed_reals : tuple of str
+        Numbers known up to now.
+    observed_cats : tuple of str
+        Names known up to now.
+    known_reals : tuple of str
+        Numbers known for the horizon too.
+    known_cats : tuple of str
+        Names known for the horizon too.
+    calendar_reals : tuple of str
+        Of minute, hour, weekday, day, dayofyear, month, quarter: each a sine and a cosine.
+    calendar_cats : tuple of str
+        Of the same: each a category.
+    step : str or None
+        Between rows, as pandas writes it: by the clock ('15min', '24h') or by the local calendar ('D', 'B',
+        '7D', 'MS'), or 'months=1'; None: what most rows keep; 'row': gaps mean nothing.
+    missing : str or None
+        What stands for a missing number: 'last' (of the series), 'mean' (of training); None: refuse.
+    scale : str
+        Target and observed numbers in units of 'all' series, or of each 'series': of its training rows, or of
+        its first rows where it begins later.
+    time_format : str or None
+        Of stamps that are text, as strptime writes it; None: ISO 8601. Differing offsets become UTC.
     """
     time:str
     target:str
