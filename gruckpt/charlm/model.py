@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import is_fake
 from ..engine.cells import CellWeights, norm_rows
 from .step_bytes import cell_of, moments_of, parts_of, rhythm, work_of
 from ..engine.head import head_loss
-from ..engine.recurrent import (DropoutMask, LayerRun, cast_weights, layers_of, layer_weights,
-                                      parameter_name)
+from ..engine.layer import DropoutMask, LayerRun, cast_weights
+from ..engine.recurrent import layers_of, layer_weights, parameter_name
 from .sampling import Sampling, Tape, check_probability, draw_tape
 from ..engine.scan import scan_segments, uncompiled
 from ..plan.segment import Plan, Work, keep_each

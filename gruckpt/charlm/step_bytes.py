@@ -14,7 +14,7 @@ import numpy as np
 
 from ..engine.cells import Cell, make_cell
 from ..engine.head import HeadBytes, rows_at_once
-from ..engine.recurrent import LayerBytes, norm_back_scratch, norm_scratch
+from ..engine.layer_bytes import LayerBytes, norm_back_scratch, norm_scratch
 from .sampling import STRETCH, Sampling
 from ..plan.segment import Plan, Stretch, Work, default_chunk_len, keep_each
 from .text import narrowest_int

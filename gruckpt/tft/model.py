@@ -17,7 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from ..engine.recurrent import LSTM, DropoutMask
+from ..engine.layer import DropoutMask
+from ..engine.recurrent import LSTM
 from ..engine.scan import uncompiled
 from .windows import WindowBatch
 from .vsn import GRN, VSN, Gate, Select, module_again

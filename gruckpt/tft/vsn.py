@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from ..engine.recurrent import DropoutMask, mixed_seed
+from ..engine.layer import DropoutMask, mixed_seed
 from ..engine.scan import autocast_now, is_plain
 
 # %% ../../nbs/tft/03_vsn.ipynb #d5afac2f
