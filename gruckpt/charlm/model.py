@@ -67,7 +67,7 @@ class GRUSpec:
     def sizes(self) -> tuple: "Numbers in each parameter, in order"; return sum(parts_of(self).values(), ())
     def moments(self, *args, **kw) -> dict: "Bytes, see `moments_of`"; return moments_of(self, *args, **kw)
     def work(self, *args) -> Work: "Done in a step, see `work_of`"; return work_of(self, *args)
-    def rhythm(self, batch) -> tuple: "Of bytes by length, see `rhythm`"; return rhythm(self, batch)
+    def rhythm(self, *args) -> tuple: "Of bytes by length, see `rhythm`"; return rhythm(self, *args)
     def tape_bytes(self, *args) -> int: "Of drawn inputs, see `_tape_bytes`"; return _tape_bytes(self, *args)
     def to_dict(self) -> dict: "Plain values that `from_dict` takes"; return asdict(self)
     @classmethod

@@ -48,6 +48,7 @@ class _Counted:
     item:int          # in the arithmetic of the layers
     frozen:tuple=()   # names of parts that get no gradient
     keep:object=None  # what is kept of the segment; None is `plan.keep`
+    device:str='cpu'  # its type, which decides how much is in flight
 
     @property
     def wide(self) -> int: "Bytes of a number in the loss"; return max(self.item, 4)
@@ -95,12 +96,12 @@ def _layer_bytes(o:_Counted, k:int) -> LayerBytes:
     D, keep = spec.hidden, o.keeps[k]
     return LayerBytes(cell_of(spec), D, D, o.batch, keep, item, item_x, item_w, dropped,
                       bool(k and o.gain), o.trains(f'layer {k - 1}'), o.trains(f'layer {k}'),
-                      bool(k) or o.trains('embedding'))
+                      bool(k) or o.trains('embedding'), o.device)
 
 def _head_bytes(o:_Counted) -> HeadBytes:
     "The head counted; a tied matrix is trained with the embedding"
     spec, trained = o.spec, (o.trains('embedding' if o.spec.tied else 'head'), o.trains('head'))
-    return HeadBytes(spec.vocab_size, spec.hidden, o.keeps[-1], o.item, o.item_w, *trained)
+    return HeadBytes(spec.vocab_size, spec.hidden, o.keeps[-1], o.item, o.item_w, *trained, o.device)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #27b0c690
 def _sums_of(o:_Counted, k:int) -> int:
@@ -426,11 +427,12 @@ def moments_of(
     accumulate:int=1,       # micro-batches whose gradients add up
     teacher_forcing:float=1.,     # below 1 some inputs are drawn
     sampling:Sampling|None=None,  # how they are; None is `Sampling()`
+    device:str='cpu',       # its type
 ) -> dict:             # {'phase: what happens': {term: bytes}}
     "What a step's two passes hold beside weights and optimizer; the peak is the fullest moment's"
     if {'embedding', 'layer 0'} <= set(frozen):
         raise ValueError('a model with embedding and layer 0 frozen is not counted; use estimate_any')
-    o = _Counted(spec, batch, plan, item_w, item, tuple(frozen))
+    o = _Counted(spec, batch, plan, item_w, item, tuple(frozen), device=device)
     drawn, found = None if teacher_forcing == 1 else sampling or Sampling(), {}
     for n, moments in _groups(o):
         if drawn is not None: moments = _taped(o, n, moments)
@@ -478,16 +480,17 @@ def _head_work(o:_Counted, n:int, again:bool) -> Work:
 def rhythm(
     spec,          # the model's form
     batch:int,     # rows, B
+    device:str='cpu',    # its type
 ) -> tuple:        # (steps a chunk, steps from which on bytes grow by the same with each step)
     "How bytes and work of a segment depend on its length"
-    chunk = default_chunk_len(batch)
-    return chunk, max(2, chunk, -(-rows_at_once(spec.vocab_size) // batch))
+    chunk = default_chunk_len(batch, device)
+    return chunk, max(2, chunk, -(-rows_at_once(spec.vocab_size, device) // batch))
 
 def _n_chunks(n, c:int): return -(-n // c)
 
 def _segments_work(o:_Counted, n:int, m:int, count:int, again:bool) -> Work:
     "`count` segments, n steps and m chunks in all, that run once or, `again`, twice"
-    c, L, total = rhythm(o.spec, o.batch)[0], o.spec.n_layers, _head_work(o, n, again)
+    c, L, total = rhythm(o.spec, o.batch, o.device)[0], o.spec.n_layers, _head_work(o, n, again)
     for k in range(L):
         layer, handed = o.layer(k), again and k == L - 1
         total += _there(layer, n, m) * (1 + again)
@@ -503,9 +506,11 @@ def work_of(
     item_w:int=4,      # bytes of a number in the weights
     item:int=4,        # in the arithmetic of the layers
     frozen:tuple=(),   # parts that get no gradient
+    device:str='cpu',  # its type
 ) -> Work:
     "What the layers and the head do in the two passes of a step"
-    o, c = _Counted(spec, batch, plan, item_w, item, tuple(frozen)), rhythm(spec, batch)[0]
+    o = _Counted(spec, batch, plan, item_w, item, tuple(frozen), device=device)
+    c = rhythm(spec, batch, device)[0]
     if isinstance(plan, Stretch):
         return _segments_work(o, plan.lens, _n_chunks(plan.lens, c), 1, plan.role != 'last')
     *earlier, last = plan.lens
