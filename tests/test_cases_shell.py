@@ -33,8 +33,8 @@ from gruckpt.training.trainer import Trainer
 from gruckpt.training.sessions import session
 
 TEXT = ''.join(f'{i % 100:02} ' for i in range(400))
-TRAIN = ('train-lm --text text.txt --out a --hidden 16 --layers 1 --batch-size 4 --steps 16 --lr 1e-2 --threads 1 '
-         '--device cpu').split()
+TRAIN = ('train-lm --text text.txt --out a --hidden 16 --layers 1 --batch-size 4 --steps 16 --lr 1e-2 '
+         '--threads 1 --device cpu').split()
 
 
 @pytest.fixture

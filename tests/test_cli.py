@@ -258,6 +258,92 @@ def test_tensorboard_is_written_or_refused(run):
     else: assert (code, out, err.count('\n')) == (2, '', 1) and 'pip install tensorboard' in err
 
 
+# ---- what a run remembers ----
+
+def test_a_run_remembers_text_plan_and_intervals(run, capsys, monkeypatch):
+    "Only where and how far is told, from another folder; uneven cuts and what they keep stay."
+    args = ('--memory-limit', '300KiB', '--eval-every', 3, '--measure-every', 2, '--optimizer', 'momentum')
+    assert train(run, 'a', *args, '--max-steps', 3) == (0, '', '')
+    begun = torch.load(run.folder/'a'/'step-00000003.pt')['plan']
+    assert begun['cuts'] or begun['keep_last'] or begun['keep'] != 'hidden'
+    elsewhere = run.folder/'elsewhere'
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(['train-lm', '--out', '../a', '--resume', '--max-steps', '9']) == 0
+    out, err = capsys.readouterr()
+    assert err == '' and 'changed --max-steps was 3, is 9' in out and 'changed plan' not in out
+    state, rows = torch.load(run.folder/'a'/'step-00000009.pt'), telemetry(run)
+    assert state['plan'] == begun and state['config']['optimizer'] == 'momentum'
+    assert history(run).step.tolist() == [3, 6, 9]
+    assert (rows.peak_measured != '').tolist() == [n % 2 == 0 for n in range(1, 10)]
+    full = pd.read_csv(run.folder/'a'/'telemetry.csv')
+    assert (full.peak_measured.dropna() <= full.peak_predicted[1]).all() and (full.seconds > 0).all()
+    assert (full.seconds_predicted > 0).all()
+
+
+def test_a_resumed_run_is_refused_or_changed_field_by_field(run, capsys, monkeypatch):
+    assert train(run, 'a', '--max-steps', 2) == (0, '', '')
+    monkeypatch.chdir(run.folder)
+    resume = [*TRAIN, '--out', 'a', '--resume', '--max-steps', '2']
+    said = {'--hidden 32 --norm state': '--hidden was 24, is 32; --norm was none, is state; leave it out',
+            '--optimizer sgd': '--optimizer was adamw, is sgd', '--two-pass': '--two-pass was False, is True',
+            '--valid-share 0.1': '--valid-share was 0.05, is 0.1', '--clip 2': '--clip was 1.0, is 2'}
+    for typed, line in said.items():
+        assert main([*resume, *typed.split()]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith('gruckpt: cannot resume: ') and line in err and err.count('\n') == 1
+    same = '--hidden 24 --clip 1 --norm none --segments 4 --keep gates --eval-every 5 --save-every 7'.split()
+    assert main([o for o in resume if o != '--quiet'] + same) == 0
+    out = capsys.readouterr().out
+    for line in ('changed --eval-every was None, is 5', 'changed --save-every was 100, is 7',
+                 'changed plan was ', 'at step 2, where it ends'): assert line in out
+    (run.folder/'text.txt').unlink()
+    assert main(['train-lm', *resume[3:]]) == 2
+    assert 'text.txt, the text of this run, is not there' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('typed, line', [
+    ('train-lm --batch 3', '--batch; it is called --batch-size'), ('budget --limit 1', '--memory-limit'),
+    ('bench rnn --dtype float32', 'called --precision'), ('train-tft --patience 3', 'called --halt-after'),
+    ('train-lm --tf-step 1', 'called --tf-rate'), ('certify a --rows 3', 'called --batch-size'),
+    ('budget --vocab 9', 'called --vocab-size'), ('generate --batch 1', 'No such option: --batch')])
+def test_a_former_word_is_told_its_new_one(typed, line, capsys):
+    assert main(typed.split()) == 2
+    err = capsys.readouterr().err
+    assert line in err and err.count('\n') == 1
+
+
+def test_help_and_version_load_no_torch():
+    "Of the program and of each command; a bare call is help, too."
+    code = """
+import io, sys, contextlib
+from gruckpt.commands.cli import main
+for args in '', '--help', '--version', 'train-lm --help', 'train-tft --help', 'budget --help', 'bench --help':
+    args = args.split()
+    with contextlib.redirect_stdout(io.StringIO()) as out: assert main(args) == 0 and out.getvalue()
+sys.exit(str({'torch', 'pandas', 'numpy', 'matplotlib'} & {*sys.modules} or 0).replace('0', '') or 0)
+"""
+    p = Process('-c', code, fresh=True)
+    assert p.communicate(60)[1] == '' and p.returncode == 0
+
+
+def test_help_tells_what_the_dataclasses_tell(capsys):
+    from gruckpt.charlm.model import GRUSpec
+    from gruckpt.training.config import TrainConfig
+    assert main(['train-lm', '--help']) == 0
+    shown = ' '.join(capsys.readouterr().out.split())
+    for cls, field, name in ((TrainConfig, 'lr', '--lr'), (GRUSpec, 'n_layers', '--layers'),
+                             (TrainConfig, 'weight_decay', '--weight-decay')):
+        assert f'{name} ' in shown and f'[default: {cls.__dataclass_fields__[field].default}]' in shown
+    assert 'nothing else depends on it. None: --epochs says where' in shown
+
+
+def test_completion_is_offered():
+    env = {'_GRUCKPT_COMPLETE': 'complete_bash', 'COMP_WORDS': 'gruckpt train', 'COMP_CWORD': '1'}
+    p = Process('-c', 'from gruckpt.commands.cli import main; main()', fresh=True, env=env)
+    assert p.communicate(60)[0].split() == ['train-lm', 'train-tft']
+
+
 # ---- several processes ----
 
 def torchrun(run, n, *args):
@@ -279,8 +365,9 @@ def test_two_processes_are_one_with_all_rows(run):
     first one speaks and writes. Sums in another order differ in the last digits, and nothing else does."""
     model = ('--hidden', 24, '--layers', 2, '--steps', 32, '--lr', '1e-2', '--save-every', 2)
     rest = ('--text', 'text.txt', '--threads', 1, '--device', 'cpu')
-    assert run('train-lm', *model, *rest, '--out', 'whole', '--batch-size', 8, '--max-steps', 9, '--quiet')[0] == 0
-    code, out, err = torchrun(run, 2, 'train-lm', *model, *rest, '--out', 'a', '--batch-size', 4, '--max-steps', 3)
+    begin = ('train-lm', *model, *rest, '--batch-size')
+    assert run(*begin, 8, '--out', 'whole', '--max-steps', 9, '--quiet')[0] == 0
+    code, out, err = torchrun(run, 2, *begin, 4, '--out', 'a', '--max-steps', 3)
     assert code == 0 and out.count('done') == 1 and '2 processes' in out, err
     assert run('train-lm', *rest, '--out', 'a', '--max-steps', 6, '--resume', '--quiet') == (0, '', '')
     code, err = grouped(run, 2, 'train-lm', *rest, '--out', 'a', '--max-steps', 9, '--resume')

@@ -225,7 +225,7 @@ def test_another_run_is_refused(here, straight):
     for args, said in (((*resume, '--hidden', 32), 'hidden was 16, is 32'),
                        (resume[:-1], 'has a run already'),
                        ((*resume, '--quantiles', '0.2,0.8'), 'quantiles was'),
-                       ((*resume, '--lookback', 12), '--lookback belongs to the run that goes on')):
+                       ((*resume, '--lookback', 12), '--lookback was 24, is 12')):
         code, out, err = here(*args)
         assert (code, out, err.count('\n')) == (2, '', 1) and said in err
     table(220).to_parquet('load.parquet')

@@ -128,8 +128,8 @@ def main():
     print(f'\nTraining ({time.time() - start:.0f} s so far)\n')
     for pattern in 'step-*', 'best.pt', '*.csv', 'loss.png':
         for file in a.out.glob(pattern): file.unlink()
-    options = {'text': a.text, 'out': a.out, **MODEL, 'batch-size': BATCH, 'steps': WINDOW, 'segments': SEGMENTS,
-               'max-steps': a.steps, **RATE, 'valid-share': 0.01,
+    options = {'text': a.text, 'out': a.out, **MODEL, 'batch-size': BATCH, 'steps': WINDOW,
+               'segments': SEGMENTS, 'max-steps': a.steps, **RATE, 'valid-share': 0.01,
                'eval-every': 20, 'threads': n_threads}
     code = cli.main(['train-lm', *(str(o) for k, v in options.items() for o in (f'--{k}', v))])
     if code: sys.exit(code)
