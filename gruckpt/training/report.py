@@ -158,7 +158,7 @@ def plot_schedule(
         other.plot(forced.step, forced.teacher_forcing, 'C1', drawstyle='steps-post')
         other.set(ylabel='share of truth (orange)', ylim=(-.02, 1.02))
         said += f', truth {forced.teacher_forcing.iloc[0]:.2f} to {forced.teacher_forcing.iloc[-1]:.2f}'
-    _answered(ax, title, said, xlabel='step', ylabel='learning rate', ylim=(0, None))
+    _answered(ax, title, said, xlabel='step', ylabel='learning rate', ylim=(0, 1.1*known.lr.max()))
 
 # %% ../../nbs/training/08_report.ipynb #7026214d
 def _uncounted(rows:pd.DataFrame) -> pd.DataFrame:
