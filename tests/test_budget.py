@@ -236,7 +236,7 @@ def test_B05_B06_what_a_device_adds_stands_apart():
     assert set(cuda.beside) == {'allocator rounding', 'library workspace', 'allocator reserve'}
     assert cuda.total == cuda.peak + sum(cuda.beside.values())
     assert cuda.on_card - cuda.total == cuda.context > 2**28 and cpu.context == 0       # in no limit's sum
-    assert str(cuda).splitlines()[-1].startswith('context, in no sum')
+    assert str(cuda).splitlines()[-1].startswith('context, not in the sum')
     assert cuda.beside['allocator rounding'] >= 511 * (4*len(spec.sizes) + plan.n_segments)
 
 

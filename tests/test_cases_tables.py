@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from gruckpt.commands import train_tft
 from gruckpt.commands.cli import main
 from gruckpt.tft.encoding import encode, fit_coding
-from gruckpt.tft.table import SeriesSpec, read_series
+from gruckpt.tft.table import SeriesSpec, column_kinds, read_series
 from gruckpt.tft.forecast import (Run, backtest, forecast, plot_importance, plot_over_time, predict, scores,
                                   setup_of, tft_spec)
 from gruckpt.measure.meter import Meter, nbytes
@@ -41,7 +41,7 @@ def made(rows, spec=PLAIN, lookback=8, horizon=3, seed=0, **how):
 def roles(path, **named):
     "The roles that train-tft gives the columns of a file under these options, as a specification"
     options = dict.fromkeys(('time', 'target', *train_tft._ROLES)) | named
-    return SeriesSpec.from_dict(train_tft._roles(SimpleNamespace(**options), train_tft._kinds(Path(path))))
+    return SeriesSpec.from_dict(train_tft._roles(SimpleNamespace(**options), column_kinds(path)))
 
 
 def one_line(error): return '\n' not in str(error.value)
@@ -160,7 +160,7 @@ def test_N18_a_column_that_is_empty_for_its_first_megabyte(tmp_path):
     rows.loc[n - 9:, 'late'] = 1.5
     rows.to_csv(tmp_path/'a.csv', index=False)
     assert rows[:n - 9].to_csv(index=False).__len__() > 2**20
-    assert train_tft._kinds(tmp_path/'a.csv')['late'] == 'number'
+    assert column_kinds(tmp_path/'a.csv')['late'] == 'number'
     spec = replace(roles(tmp_path/'a.csv', target='y'), missing='mean')
     assert spec.observed_reals == ('late',)
     assert np.nansum(read_series(tmp_path/'a.csv', spec).reals['late']) == 9 * 1.5
@@ -175,7 +175,7 @@ def test_N18_what_is_missing_is_missing_to_both(tmp_path):
     x = np.array([1.5, *[np.nan] * 8, -2000])
     off = pd.array([True, None, False, None, True] * 2, dtype='boolean')
     rows.assign(x=x, on=rows.on == 'True', off=off, code=7).to_parquet(tmp_path/'a.parquet')
-    assert train_tft._kinds(tmp_path/'a.csv') == train_tft._kinds(tmp_path/'a.parquet')
+    assert column_kinds(tmp_path/'a.csv') == column_kinds(tmp_path/'a.parquet')
     for file in 'a.csv', 'a.parquet':
         spec = replace(roles(tmp_path/file, target='y'), missing='mean')
         assert spec.observed_reals == ('x', 'on', 'off', 'code') and spec.observed_cats == ('land',)
@@ -202,7 +202,7 @@ def test_N18_integers_with_a_gap_are_the_same_names_in_both(tmp_path):
 
 def test_N18_what_is_no_number_is_still_named(tmp_path):
     (tmp_path/'a.csv').write_text('time,y,x\n2024-01-01,1,NA\n2024-01-02,2,many\n2024-01-03,3,1\n')
-    assert train_tft._kinds(tmp_path/'a.csv')['x'] == 'name'
+    assert column_kinds(tmp_path/'a.csv')['x'] == 'name'
     with pytest.raises(ValueError, match="column 'x' holds 'many' in row 1, which is not a number"):
         read_series(tmp_path/'a.csv', replace(PLAIN, observed_reals=('x',)))
     (tmp_path/'b.csv').write_text('time,y\n2024-01-01,1\nNaT,2\n')
@@ -220,7 +220,7 @@ def test_N19_an_index_that_was_written_along_is_no_input(tmp_path):
     rows.to_csv(tmp_path/'a.csv')
     pd.concat([rows[10:], rows[:10]]).to_parquet(tmp_path/'a.parquet')
     for file, index in ('a.csv', 'Unnamed: 0'), ('a.parquet', '__index_level_0__'):
-        assert index in train_tft._kinds(tmp_path/file)
+        assert index in column_kinds(tmp_path/file)
         spec = roles(tmp_path/file, target='y')
         assert spec.observed_reals == ('x',) and spec.time == 'time'
         assert np.array_equal(read_series(tmp_path/file, spec).reals['y'], rows.y)

@@ -18,7 +18,7 @@ def measured(fn, *args):
     return m.start, m.peak, m.live, m.phases
 
 
-def foretold(fn, *args):
+def in_shadow(fn, *args):
     m = shadow(fn, *args)
     return m.start, m.peak, m.live, m.phases
 
@@ -97,14 +97,14 @@ OPERATIONS = {
 
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_operation(name):
-    assert measured(through, *OPERATIONS[name]) == foretold(through, *OPERATIONS[name])
+    assert measured(through, *OPERATIONS[name]) == in_shadow(through, *OPERATIONS[name])
 
 
 @pytest.mark.parametrize('dtype', (torch.float16, torch.bfloat16, torch.float64))
 @pytest.mark.parametrize('make', (nn.Linear, nn.GRU))
 def test_types(make, dtype):
     model, data = make(10, 7).to(dtype), torch.randn(5, 4, 10, dtype=dtype)
-    expected = foretold(through, call, data, model)
+    expected = in_shadow(through, call, data, model)
     assert measured(through, call, data, model) == expected
 
 
@@ -222,7 +222,7 @@ def offloaded(a):
 @pytest.mark.parametrize('fn', (twice, second_order, reentrant, not_reentrant, given_inputs, offloaded))
 def test_autograd(fn):
     def region(a): fn(a.clone().requires_grad_())
-    assert measured(region, x) == foretold(region, x)
+    assert measured(region, x) == in_shadow(region, x)
 
 
 @pytest.mark.parametrize('make', (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop))
@@ -238,7 +238,7 @@ def test_optimizer_with_state(make, foreach):
         opt.step()
     for _ in range(2):                                             # without state, then with
         before, held = [p.detach().clone() for p in model.parameters()], nbytes(opt)
-        expected = foretold(step, model, opt, x)
+        expected = in_shadow(step, model, opt, x)
         assert all(torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))
         assert nbytes(opt) == held
         assert measured(step, model, opt, x) == expected
@@ -248,9 +248,9 @@ def test_gradients_from_before_are_added_to():
     "A shadow must know that .grad exists: the second backward pass adds in place and makes no new one."
     model = nn.Linear(10, 7)
     def step(model, data): model(data).sum().backward()
-    first = foretold(step, model, x)
+    first = in_shadow(step, model, x)
     assert measured(step, model, x) == first
-    second = foretold(step, model, x)
+    second = in_shadow(step, model, x)
     assert measured(step, model, x) == second
     assert second[2] == 0 < first[2]
 
@@ -271,12 +271,12 @@ def test_shadow_finds_tensors_anywhere():
     model = nn.GRU(10, 7)
     data = x.view(4, 3, 10)
     expected = measured(model, data)
-    assert foretold(model, data) == expected
-    assert foretold(model.forward, data) == expected
-    assert foretold(functools.partial(model, data)) == expected
-    assert foretold(Plain(model, data).run) == expected
-    assert foretold(lambda h: h.model(h.data), Holder(model, data)) == expected
-    assert foretold(lambda pair: pair[0](pair[1]['x']), (model, {'x': data})) == expected
+    assert in_shadow(model, data) == expected
+    assert in_shadow(model.forward, data) == expected
+    assert in_shadow(functools.partial(model, data)) == expected
+    assert in_shadow(Plain(model, data).run) == expected
+    assert in_shadow(lambda h: h.model(h.data), Holder(model, data)) == expected
+    assert in_shadow(lambda pair: pair[0](pair[1]['x']), (model, {'x': data})) == expected
 
 
 def test_shadow_keeps_ties_and_sharing():
@@ -285,7 +285,7 @@ def test_shadow_keeps_ties_and_sharing():
     def region(model, ids):
         assert model[0].weight is model[1].weight
         model(ids).sum().backward()
-    expected = foretold(region, tied, label)
+    expected = in_shadow(region, tied, label)
     assert measured(region, tied, label) == expected
     flat = torch.randn(100)
     a, b = flat[:50].view(5, 10), flat[50:]
@@ -321,7 +321,7 @@ def test_shadow_of_a_meta_model_equals_the_real_one():
         model(data)[0].square().mean().backward()
         opt.step()
     with torch.device('meta'): dark, data = nn.GRU(10, 7, 2), torch.empty(4, 3, 10)
-    assert foretold(region, dark, data) == measured(region, nn.GRU(10, 7, 2), x.view(4, 3, 10))
+    assert in_shadow(region, dark, data) == measured(region, nn.GRU(10, 7, 2), x.view(4, 3, 10))
 
 
 def test_shadow_inside_a_meter_is_not_seen_by_it():

@@ -11,7 +11,8 @@ import torch
 from matplotlib.figure import Figure
 
 from gruckpt.training.checkpoint_files import Telemetry, save_checkpoint, write_history
-from gruckpt.training.report import draw, facts, plot_history, plot_loss, read_run, write_report
+from gruckpt.training.report import (draw, facts, plot_bytes, plot_history, plot_loss, plot_speed, read_run,
+                                     write_report)
 from gruckpt.training.config import StepRecord
 
 
@@ -54,7 +55,8 @@ class Page(HTMLParser):
 ROWS = {'none': [], 'one': [record(1)], 'one lost': [lost(1, nan)], 'all lost': [lost(1, inf), lost(2, nan)],
         'some lost': [record(1), lost(2, inf), record(3)], 'many': [record(i, 9 / i) for i in range(1, 400)],
         'negative': [record(1, -1.), record(2, -2.)],
-        'gpu': [record(i, peak_predicted=2**30, peak_measured=2**29, gpu_used=2**31, gpu_utilisation=50)
+        'gpu': [record(i, peak_predicted=2**30, peak_measured=2**29, gpu_used=2**31, gpu_utilisation=50,
+                       seconds=.2, seconds_predicted=.1)
                 for i in range(1, 4)]}
 HISTORIES = {'none': (), 'one': evaluations(1, loss=2., bpb=3., top1=.1),
              'text': evaluations(4, loss=2., bpb=3., top1=.1, free_loss=3., free_bpb=4., free_top1=.05),
@@ -128,11 +130,51 @@ def test_the_best_is_the_lowest_loss_and_the_highest_share():
         ax = Figure().add_subplot()
         plot_history(rows, ax, name)
         titles.append(ax.get_title().splitlines()[1])
-    assert titles == ['true past: epoch 2 (1)', 'true past: epoch 2 (0.3), own past: epoch 1 (0.2)']
+    assert titles == ['step 2 (1)', 'true past: step 2 (0.3), own past: step 1 (0.2)']
 
 
 def test_a_plot_draws_on_the_axes_it_is_given():
-    "And lost steps leave no gap that is drawn as a number."
+    "And lost steps leave a gap, over which no line is drawn."
     ax = Figure().add_subplot()
     plot_loss(pd.DataFrame({'step': [1, 2, 3], 'bpb': [3., nan, 1.]}), ax)
-    assert ax.lines[0].get_xdata().tolist() == [1, 3] and re.search('From 3.00 to 1.00', ax.get_title())
+    assert str(ax.lines[0].get_ydata().tolist()) == '[3.0, nan, 1.0]'
+    assert re.search('From 3.00 to 1.00', ax.get_title())
+
+
+def test_predicted_and_measured_stand_beside_each_other():
+    "Bytes and seconds; on a CPU the steps that a count made slower are left out."
+    rows = pd.DataFrame({'step': range(1, 7), 'seconds': [1., 9., 1., 9., 3., 9.], 'tokens_per_s': 5.,
+                         'seconds_predicted': 2., 'peak_measured': [nan, 99, nan, 99, nan, 99],
+                         'peak_predicted': 100})
+    seconds, peaks = Figure().subplots(2)
+    plot_speed(rows, seconds)
+    plot_bytes(rows, peaks)
+    assert seconds.lines[0].get_ydata().tolist() == [1, 1, 3] and set(seconds.lines[1].get_ydata()) == {2}
+    assert '1 s (median), 5 targets a second; predicted 2 s' in seconds.get_title()
+    assert [len(o.get_xdata()) for o in peaks.lines] == [6, 3]
+    assert 'predicted 100 B, measured 99 B' in peaks.get_title()
+    for ax in seconds, peaks: assert [o.get_text() for o in ax.get_legend().get_texts()]
+
+
+def test_a_coverage_is_best_where_it_is_nearest_to_its_level():
+    rows = pd.DataFrame({'step': [10, 20, 30], 'epoch': [0, 1, 2], 'teacher_forcing': nan,
+                         'coverage_0.1': [0., .09, .3], 'coverage_0.9': [.85, .99, .5]})
+    titles = []
+    for name in 'coverage_0.1', 'coverage_0.9':
+        ax = Figure().add_subplot()
+        plot_history(rows, ax, name)
+        titles.append(ax.get_title())
+    assert titles == ['Which evaluation has coverage_0.1 nearest to 0.1?\nstep 20 (0.09)',
+                      'Which evaluation has coverage_0.9 nearest to 0.9?\nstep 10 (0.85)']
+
+
+def test_a_forecaster_is_told_without_words_of_a_language_model(tmp_path):
+    "With and without evaluations, and no verdict before all has been read once."
+    forecasts = [record(i, teacher_forcing=None) for i in range(1, 9)]
+    numbers = [{'step': i, 'epoch': 0, 'teacher_forcing': None, 'quantile_loss': 1 / i, 'coverage_0.5': .4}
+               for i in (4, 8)]
+    for name, history in ('a', numbers), ('b', ()):
+        text = write_report(run_of(tmp_path/name, forecasts, history))[1].read_text(encoding='utf-8')
+        said = re.sub('base64,[^"]*', '', text)
+        assert not [o for o in ('bpb', 'bits per', 'token', 'teacher', 'past') if o in said]
+        assert ('no verdict before the end of the first epoch' in said) == (name == 'a')

@@ -336,7 +336,7 @@ def plot_forecast(
     past:pd.DataFrame|None=None,   # time and target before
     time:str='time',          # column of the stamps
 ):
-    "Median and bands over time, with what came"
+    "Median and bands over time, with the actual values"
     names = _quantile_columns(rows)
     for low, high in zip(names[:len(names) // 2], names[::-1], strict=False):
         label = f'{low[1:]} to {high[1:]}'
@@ -344,7 +344,7 @@ def plot_forecast(
     middle = min(names, key=lambda o: abs(float(o[1:]) - .5))
     ax.plot(rows[time], rows[middle], color='C0', label=f'quantile {middle[1:]}')
     if past is not None: ax.plot(past[time], past[target], color='k', lw=1, label='known')
-    if target in rows: ax.plot(rows[time], rows[target], 'k.', ms=4, label='came')
+    if target in rows: ax.plot(rows[time], rows[target], 'k.', ms=4, label='actual')
     ax.legend(fontsize=8)
 
 # %% ../../nbs/tft/06_forecast.ipynb #b163bd4e

@@ -16,8 +16,6 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_map
 
-from ..measure.meter import Meter
-
 # %% ../../nbs/training/01_optimizer_step.ipynb #3690bb25
 def grad_norm(
     grads:list,       # gradients, one device
@@ -87,9 +85,6 @@ def update(
     n_targets=None,                   # valid targets for the record: a count, on the device or not
 ) -> Update:
     "Clip and apply the gradients, or apply nothing; waits for the device once"
-    with Meter.phase('update'): return _update(optimizer, loss, lr, clip, scale, n_targets)
-
-def _update(optimizer, loss, lr:float, clip:float|None, scale:float, n_targets) -> Update:
     grads = [p.grad for group in optimizer.param_groups for p in group['params'] if p.grad is not None]
     if not grads: raise ValueError('no trained parameter got a gradient; the loss does not depend on them')
     loss, norm, *count = _read(loss, grad_norm(grads), n_targets)
@@ -201,9 +196,9 @@ def accumulate(
     total = sum(n_targets) if total is None else total
     for i, (batch, n) in enumerate(zip(batches, n_targets, strict=True)):
         with nullcontext() if i == last else apart():
-            with Meter.phase('forward'): loss, state = loss_of(batch, None if batch.fresh else state)
+            loss, state = loss_of(batch, None if batch.fresh else state)
             share = n / total
             whole = type(share) is float and share * scale == 1       # then it is the loss as it stands
-            with Meter.phase('backward'): (loss if whole else loss * (share * scale)).backward()
+            (loss if whole else loss * (share * scale)).backward()
         joined, state = joined + loss.detach() * share, cut_off(state)
     return joined, state

@@ -10,6 +10,7 @@ __all__ = ['Run', 'read_run', 'read_tables', 'plot_loss', 'plot_gradient', 'plot
 import base64
 import io
 import math
+import re
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -74,34 +75,53 @@ def _finite(rows:pd.DataFrame, name:str) -> pd.DataFrame:
     values = pd.to_numeric(rows[name], errors='coerce')
     return rows[np.isfinite(values)]
 
+def _gapped(rows:pd.DataFrame, name:str) -> pd.Series:
+    "A column in which nothing stands where it has no finite number: a line breaks there"
+    return pd.to_numeric(rows[name], errors='coerce').where(lambda o: np.isfinite(o))
+
 def _nothing(ax, title:str, why:str):
     "An empty plot that says so"
-    ax.set(title=title, xticks=[], yticks=[])
+    ax.set(xticks=[], yticks=[])
+    ax.set_title(title, fontsize=10)
     ax.text(.5, .5, why, ha='center', va='center', transform=ax.transAxes)
+
+def _answered(ax, question:str, answer:str, **labels):
+    "A question and, in a line of its own, its answer as the title; the legend lies in room above the curves"
+    ax.set(**labels)
+    ax.set_title(f'{question}\n{answer}', fontsize=10)
+    handles, names = ax.get_legend_handles_labels()
+    if len(handles) < 2: return
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high * (high / low)**.25 if ax.get_yscale() == 'log' else high + .2*(high - low))
+    ax.legend(handles, names, loc='upper right', ncols=len(handles), fontsize=8, frameon=False)
 
 def _smooth(values:pd.Series) -> pd.Series: return values.rolling(max(1, len(values) // 100), 1).mean()
 
 # %% ../../nbs/training/08_report.ipynb #74c969f4
+def _in_bits(rows, judged:list) -> bool:
+    "Is the loss that of text?"
+    if 'loss' not in rows or 'bpb' in judged: return True
+    return not judged and len(_finite(rows, 'teacher_forcing')) > 0
+
 def plot_loss(
     rows,           # telemetry as a pandas DataFrame
     ax,             # matplotlib axes to draw on
     history=None,   # evaluations as a DataFrame; None: none
 ):
-    "Loss of training and evaluation over steps, in bits per byte unless the evaluations know of none"
+    "Loss of training and evaluation over steps, of text in bits per byte"
     judged = [] if history is None else [*history.columns[3:]]
-    bits = not judged or 'bpb' in judged
-    name, tested_by = ('bpb', 'bpb') if bits else ('loss', judged[0])
+    bits = _in_bits(rows, judged)
+    name, tested_by = ('bpb', 'bpb') if bits else ('loss', judged[0] if judged else 'loss')
     known = _finite(rows, name)
     if not len(known): return _nothing(ax, 'How far did the loss fall?', 'no step with a finite loss yet')
     y = known[name]
-    ax.plot(known.step, y, lw=.5 if len(known) > 200 else 1, alpha=.6, label='training')
+    ax.plot(rows.step, _gapped(rows, name), lw=.5 if len(known) > 200 else 1, alpha=.6, label='training')
     if len(known) > 200: ax.plot(known.step, _smooth(y), lw=1.5, label='mean over 1 % of the steps')
     tested = [] if history is None else _finite(history, tested_by)
-    if len(tested): ax.plot(tested.step, tested[tested_by], 'o-', ms=3, lw=1, label='evaluation')
+    if len(tested): ax.plot(history.step, _gapped(history, tested_by), 'o-', ms=3, lw=1, label='evaluation')
     said = f'From {y.iloc[0]:.2f} to {y.iloc[-1]:.2f} (lowest {y.min():.2f})'
-    ax.set(title=f'How far did the loss fall? {said}', xlabel='step',
-           ylabel='loss' + ' (bits per byte)' * bits, ylim=(min(0, y.min()), None))
-    ax.legend()
+    _answered(ax, 'How far did the loss fall?', said, xlabel='step',
+              ylabel='loss' + ' (bits per byte)' * bits, ylim=(min(0, y.min()), None))
 
 # %% ../../nbs/training/08_report.ipynb #7b82a3e0
 def plot_gradient(
@@ -112,14 +132,14 @@ def plot_gradient(
     title, known = 'How often was the gradient clipped?', _finite(rows, 'grad_norm')
     if not len(known): return _nothing(ax, title, 'no step with a finite gradient yet')
     used = known[known.clip_scale > 0]
-    ax.plot(known.step, known.grad_norm, lw=.8, label='norm before clipping')
+    ax.plot(rows.step, _gapped(rows, 'grad_norm'), lw=.8)
     other = ax.twinx()
-    other.plot(used.step, used.clip_scale, 'C1.', ms=2, label='factor')
+    other.plot(used.step, used.clip_scale, 'C1.', ms=2)
     other.set(ylabel='factor (dots)', ylim=(0, 1.05))
     for step in rows.step[rows.clip_scale == 0]: ax.axvline(step, color='C3', lw=.8)
     n, n_skipped = (used.clip_scale < 1).sum(), (rows.clip_scale == 0).sum()
-    said = f' In {n / max(1, len(used)):.0%} of the steps; {n_skipped} skipped' + ' (red)' * bool(n_skipped)
-    ax.set(title=title + said, xlabel='step', ylabel='gradient norm (L2)')
+    said = f'In {n / max(1, len(used)):.0%} of the steps; {n_skipped} skipped' + ' (red)' * bool(n_skipped)
+    _answered(ax, title, said, xlabel='step', ylabel='norm before clipping (L2)')
     if known.grad_norm.max() > 30 * known.grad_norm.median() > 0: ax.set_yscale('log')
 
 # %% ../../nbs/training/08_report.ipynb #22683868
@@ -130,29 +150,39 @@ def plot_schedule(
     "Learning rate, and the share of true inputs where the run has one"
     title, known = 'What was changed while it trained?', _finite(rows, 'lr')
     if not len(known): return _nothing(ax, title, 'no step yet')
-    ax.plot(known.step, known.lr, label='learning rate')
-    said = f' Rate {known.lr.iloc[0]:.2g} to {known.lr.iloc[-1]:.2g}'
+    ax.plot(known.step, known.lr)
+    said = f'Rate {known.lr.iloc[0]:.2g} to {known.lr.iloc[-1]:.2g}'
     forced = _finite(rows, 'teacher_forcing')
     if len(forced):
         other = ax.twinx()
         other.plot(forced.step, forced.teacher_forcing, 'C1', drawstyle='steps-post')
         other.set(ylabel='share of truth (orange)', ylim=(-.02, 1.02))
         said += f', truth {forced.teacher_forcing.iloc[0]:.2f} to {forced.teacher_forcing.iloc[-1]:.2f}'
-    ax.set(title=title + said, xlabel='step', ylabel='learning rate', ylim=(0, None))
+    _answered(ax, title, said, xlabel='step', ylabel='learning rate', ylim=(0, 1.1*known.lr.max()))
 
 # %% ../../nbs/training/08_report.ipynb #7026214d
+def _uncounted(rows:pd.DataFrame) -> pd.DataFrame:
+    "The steps that a count of bytes on a CPU did not make slower; all, if there are no others"
+    on_gpu = len(_finite(rows, 'gpu_used')) > 0
+    free = rows.drop(_finite(rows, 'peak_measured').index) if not on_gpu else rows
+    return free if len(free) else rows
+
 def plot_speed(
     rows,   # telemetry as a DataFrame
     ax,     # matplotlib axes to draw on
 ):
-    "Targets a second"
-    title, known = 'How fast does it train?', _finite(rows, 'tokens_per_s')
-    if not len(known): return _nothing(ax, title, 'no step yet')
-    ax.plot(known.step, known.tokens_per_s, lw=.8)
-    middle = known.tokens_per_s.median()
-    ax.axhline(middle, color='0.6', lw=1)
-    ax.set(title=f'{title} {middle:,.0f} targets a second in half of the steps or more', xlabel='step',
-           ylabel='targets / s', ylim=(0, None))
+    "Measured and predicted seconds of a step"
+    title, timed = 'How long does a step take?', _finite(rows, 'seconds')
+    if not len(timed): return _nothing(ax, title, 'no step yet')
+    timed, foreseen = _uncounted(timed), _finite(rows, 'seconds_predicted')
+    middle, rate = timed.seconds.median(), _finite(timed, 'tokens_per_s').tokens_per_s.median()
+    ax.plot(timed.step, timed.seconds, '.', ms=2, label='measured')
+    said = f'{middle:.3g} s (median), {rate:,.0f} targets a second'
+    if len(foreseen):
+        ax.plot(foreseen.step, foreseen.seconds_predicted, 'C1', lw=1, label='predicted')
+        said += f'; predicted {foreseen.seconds_predicted.iloc[-1]:.3g} s'
+    top = 1.1 * timed.seconds.quantile(.99)
+    _answered(ax, title, said, xlabel='step', ylabel='seconds a step', ylim=(0, top))
 
 # %% ../../nbs/training/08_report.ipynb #2ccab32e
 _BYTES = {'peak_predicted': ('-', 'predicted'), 'peak_measured': ('o', 'measured'),
@@ -163,7 +193,7 @@ def plot_bytes(
     ax,     # matplotlib axes to draw on
 ):
     "Predicted and measured peak bytes of a step, and the GPU's where there is one"
-    title, peaks = 'Does a step need what was foretold?', {}
+    title, peaks = 'Does a step need what was predicted?', {}
     for name, (style, label) in _BYTES.items():
         known = _finite(rows, name)
         if not len(known): continue
@@ -172,8 +202,7 @@ def plot_bytes(
     if not peaks: return _nothing(ax, title, 'no bytes were predicted or measured')
     said = ', '.join(f'{_BYTES[name][1]} {human(n)}' for name, n in peaks.items())
     top = 1.1 * max(peaks.values()) / 2**20
-    ax.set(title=f'{title}\n{said}', xlabel='step', ylabel='peak (MiB)', ylim=(0, top))
-    ax.legend()
+    _answered(ax, title, said, xlabel='step', ylabel='peak (MiB)', ylim=(0, top))
 
 def plot_load(
     rows,   # telemetry as a DataFrame
@@ -183,8 +212,8 @@ def plot_load(
     title, known = 'How busy was the GPU?', _finite(rows, 'gpu_utilisation')
     if not len(known): return _nothing(ax, title, 'no GPU that reports its load')
     ax.plot(known.step, known.gpu_utilisation, lw=.8)
-    ax.set(title=f'{title} {known.gpu_utilisation.mean():.0f} % of the time', xlabel='step',
-           ylabel='utilisation (%)', ylim=(0, 105))
+    _answered(ax, title, f'{known.gpu_utilisation.mean():.0f} % of the time', xlabel='step',
+              ylabel='utilisation (%)', ylim=(0, 105))
 
 # %% ../../nbs/training/08_report.ipynb #d926fa55
 def _families(names:list[str]) -> list[str]:
@@ -198,23 +227,34 @@ def as_label(
     "The name as matplotlib shows it letter by letter: a dollar begins no formula"
     return str(name).replace('$', r'\$')
 
+def _level(name:str) -> float|None:
+    "What a coverage should be, by its name"
+    found = re.fullmatch(r'coverage_(0?\.\d+)', name)
+    return float(found[1]) if found else None
+
+def _best(known, column:str):
+    "The row with the best number"
+    if (level := _level(column)) is not None: return known.loc[(known[column] - level).abs().idxmin()]
+    return known.loc[known[column].idxmax() if _higher_is_better(column) else known[column].idxmin()]
+
 def plot_history(
     history,   # evaluations as a DataFrame
     ax,        # matplotlib axes to draw on
     name:str,  # of a number
 ):
-    "One number of the evaluations by epoch, with the true past as input and with the model's own"
-    title, shown = f'Which evaluation has the best {as_label(name)}?', []
+    "One number of the evaluations by step; where there are both, with the true past and with the model's own"
+    level, shown, two = _level(name), [], f'free_{name}' in history
+    title = 'Which evaluation ' + (f'has the best {as_label(name)}?' if level is None else
+                                   f'has {name} nearest to {level:g}?')
     for column, label in ((name, 'true past'), (f'free_{name}', 'own past')):
         known = _finite(history, column)
         if not len(known): continue
-        ax.plot(known.epoch + 1, known[column], 'o-', ms=3, label=label)
-        at = known.loc[known[column].idxmax() if _higher_is_better(name) else known[column].idxmin()]
-        shown.append(f'{label}: epoch {int(at.epoch) + 1} ({at[column]:.4g})')
+        ax.plot(history.step, _gapped(history, column), 'o-', ms=3, label=label if two else 'evaluation')
+        at = _best(known, column)
+        shown.append(f'{label}: ' * two + f'step {int(at.step):,} ({at[column]:.4g})')
     if not shown: return _nothing(ax, title, 'no evaluation yet')
-    ax.set(title=title + '\n' + ', '.join(shown), xlabel='epochs', ylabel=as_label(name))
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.legend()
+    if level is not None: ax.axhline(level, color='0.6', lw=1, label='level')
+    _answered(ax, title, ', '.join(shown), xlabel='step', ylabel=as_label(name))
 
 def _higher_is_better(name:str) -> bool: return name.removeprefix('free_') in ('top1', 'accuracy')
 
@@ -225,10 +265,17 @@ def _limits(run:Run) -> dict[str, str]:
     if n_tokens is not None:
         epochs = max(1, len(run.rows) and int(run.rows.epoch.iloc[-1]) + 1)
         out['data'] = str(data_gap(_n_params(run), n_tokens, epochs))
+    if run.judged and not _read_once(run):
+        return out | {'evaluation': 'no verdict before the end of the first epoch'}
     for name in [*run.judged[:1], *(o for o in run.judged if o == f'free_{run.judged[0]}')]:
         verdict, why = read_curve(run.history[name].tolist(), not _higher_is_better(name))
         out[f'evaluation: {name}'] = f'{verdict}: {why}'
     return out
+
+def _read_once(run:Run) -> bool:
+    "Has the run seen all of its data?"
+    seen = [int(o.epoch.max()) for o in (run.rows, run.history) if len(o)]
+    return max([run.state.get('stream', {}).get('epoch', 0), *seen]) > 0
 
 def _n_params(run:Run) -> int: return sum(o.numel() for o in run.state['model'].values())
 
@@ -295,11 +342,12 @@ _PAGE = '''<!doctype html>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }}
 table {{ border-collapse: collapse; }} td, th {{ padding: .2em .8em; text-align: left; vertical-align: top;
-border-bottom: 1px solid #8884; overflow-wrap: anywhere; }} img {{ max-width: 100%; }}
-.numbers td {{ text-align: right; }}
+border-bottom: 1px solid #8884; overflow-wrap: break-word; }} img {{ max-width: 100%; }}
+.facts {{ table-layout: fixed; width: 100%; }} .facts td:first-child {{ width: 9em; }}
+.scroll {{ overflow-x: auto; }} .numbers td {{ text-align: right; }}
 </style>
 <h1>{title}</h1>
-<table>{facts}</table>
+<table class="facts">{facts}</table>
 {plots}
 {history}
 </html>
@@ -324,9 +372,10 @@ def html_page(
 ) -> str:
     "The page as one HTML file"
     known = facts(run)
-    history = run.history.round(5)
-    table = '' if not len(history) else '<h2>Evaluations</h2><table class="numbers">' + ''.join(
-        [_row(history.columns, 'th'), *(_row(row) for row in history.itertuples(index=False))]) + '</table>'
+    history = run.history.dropna(axis='columns', how='all').round(5)
+    lines = [_row(history.columns, 'th'), *(_row(row) for row in history.itertuples(index=False))]
+    table = f'<h2>Evaluations</h2><div class="scroll"><table class="numbers">{"".join(lines)}</table></div>'
+    if not len(history): table = ''
     return _PAGE.format(title=escape(f'Run {known["folder"]}'), history=table,
                         facts=''.join(_row([k, v]) for k, v in known.items()),
                         plots=_picture(figure, png))

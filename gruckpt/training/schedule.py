@@ -14,7 +14,7 @@ from dataclasses import dataclass
 # %% ../../nbs/training/00_schedule.ipynb #4bc55248
 def check_field(
     name:str,      # of the field
-    value,         # what came
+    value,         # what was given
     ok:bool,       # is it allowed?
     allowed:str,   # what is
 ):

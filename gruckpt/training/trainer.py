@@ -109,16 +109,16 @@ def _attempt(
     o, alone, precision = trainer, trainer.wrapped is None, PRECISIONS[trainer.config.precision]
     forward, apart = (o.model.loss, nullcontext) if alone else (o.wrapped, o.wrapped.no_sync)
     def loss_of(batch, state):
-        with precision.arithmetic(o.device):
+        with Meter.phase('forward'), precision.arithmetic(o.device):
             return forward(moved(batch, o.device), state, plan=o.plan, **knobs)
     counts = [batch.n_targets for batch in window]
     total = sum(counts)
     if not alone: total = sum_over_ranks(torch.tensor(total, dtype=torch.double, device=o.device))
     scale = 1. if o.loss_scale is None else o.loss_scale.scale
-    with _own_random(o):
+    with Meter.phase('backward'), _own_random(o):         # and forward, which has a name of its own within
         loss, state = accumulate(loss_of, window, counts, o.carried, total, scale * o.world.size, apart)
     loss, rate = sum_over_ranks(loss), lr_at(o.config, o.n_updates)
-    return update(o.optimizer, loss, rate, o.config.clip, scale, total), state
+    with Meter.phase('update'): return update(o.optimizer, loss, rate, o.config.clip, scale, total), state
 
 # %% ../../nbs/training/06_trainer.ipynb #03393d87
 def _versions(optimizer) -> dict:
@@ -185,7 +185,7 @@ def _check_peak(
     "An error in the log where a step held more bytes than predicted, and than any step before it"
     o, peak = trainer, meter.peak
     if o.peak_predicted is None or peak <= max(o.peak_predicted, o.most): return
-    o.most, phase = peak, max(meter.phases, key=meter.phases.get)
+    o.most, phase = peak, max(('forward', 'backward', 'update'), key=meter.phases.get)
     facts = {'torch': torch.__version__, 'phases': meter.phases, 'plan': o.plan, 'config': asdict(o.config)}
     facts |= {k: v for k, v in o.about.items() if len(repr(v)) < 400}
     _log.error(f'step {o.step} held {human(peak)} in its {phase} phase, {peak - o.peak_predicted:,} bytes '
