@@ -338,6 +338,19 @@ def test_help_tells_what_the_dataclasses_tell(capsys):
     assert 'nothing else depends on it. None: --epochs says where' in shown
 
 
+@pytest.mark.parametrize('typed, code, line', [
+    ('--memory-limit 64MiB', 0, 'counted a step on a CPU; --device cuda or --gpu counts one on a GPU'),
+    ('--memory-limit auto', 0, 'and what this machine has free'),
+    ('--gpu 3060ti', 0, 'counted a step on RTX 3060 Ti'),
+    ('--memory-limit rtx3080 --device cuda', 0, 'counted a step on a GPU'),
+    ('--gpu v100', 0, 'on V100: of 16.00 GiB'), ('--gpu auto', 2, "torch sees none here; give a card")])
+def test_a_budget_says_whose_step_it_counted(typed, code, line, capsys):
+    if 'auto' in typed and torch.cuda.is_available(): pytest.skip('there is a GPU to ask')
+    small = 'budget --hidden 16 --layers 1 --batch-size 2 --steps 8'.split()
+    assert main([*small, *typed.split()]) == code
+    assert line in ''.join(capsys.readouterr())
+
+
 def test_completion_is_offered():
     env = {'_GRUCKPT_COMPLETE': 'complete_bash', 'COMP_WORDS': 'gruckpt train', 'COMP_CWORD': '1'}
     p = Process('-c', 'from gruckpt.commands.cli import main; main()', fresh=True, env=env)

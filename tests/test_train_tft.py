@@ -1,5 +1,7 @@
 """train-tft, forecast and backtest: killed runs, several ranks, 300 columns in 2 GiB, wrong input."""
+import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -237,3 +239,33 @@ def test_another_run_is_refused(here, straight):
 def test_help_does_not_wait_for_torch():
     code = "import sys, gruckpt.commands.train_tft as m; sys.exit({'torch', 'pandas'} & {*sys.modules} or 0)"
     assert subprocess.run([sys.executable, '-c', code]).returncode == 0
+
+
+def test_a_run_remembers_its_table_and_compares_values(here, straight, tmp_path):
+    "A goal in steps, a folder elsewhere, roles given again: what is the same is no reason to stop."
+    given = ('train-tft', *DATA, *ROLES, *SMALL, *HERE, '--batch-size', 32, '--out', 'b')
+    code, out, err = here(*given, '--max-steps', 2, '--tier', 'vsn', '--clip', 'auto', '--eval-every', 1)
+    assert (code, err) == (0, '') and 'from step 1 to step 2; 6 batches are an epoch' in out
+    begun = torch.load('b/step-00000002.pt')
+    Path('elsewhere').mkdir()
+    os.chdir('elsewhere')
+    again = ('train-tft', '--out', '../b', '--resume', *HERE, '--max-steps', 3)
+    code, out, err = here(*again, *ROLES, '--lookback', 24, '--clip', 'auto')
+    assert (code, err) == (0, ''), err
+    assert 'changed --max-steps was 2, is 3' in out and 'tier    vsn' in out and out.count('changed') == 1
+    now = torch.load('../b/step-00000003.pt')
+    assert now['plan'] == begun['plan'] and now['config'] == begun['config'] | {'max_steps': 3}
+    assert pd.read_csv('../b/history.csv').step.tolist() == [1, 2, 3]
+    for typed, said in (('--ids wind', '--ids was site, is wind'), ('--seed 4', '--seed was 3, is 4'),
+                        ('--optimizer sgd', '--optimizer was adamw, is sgd')):
+        code, out, err = here(*again, *typed.split())
+        assert (code, out, err.count('\n')) == (2, '', 1) and f'cannot resume: {said}; leave it out' in err
+    code, out, err = here(*again)
+    assert code == 0 and 'at step 3, where it ends' in out and 'nothing left to do' in out
+
+
+def test_a_tensorboard_is_written_or_refused(here):
+    given = ('train-tft', *DATA, *ROLES, *SMALL, *HERE, '--batch-size', 32, '--out', 'b', '--max-steps', 1)
+    code, out, err = here(*given, '--tensorboard')
+    if importlib.util.find_spec('tensorboard'): assert code == 0 and Path('b/tensorboard').is_dir()
+    else: assert (code, out) == (2, '') and 'pip install tensorboard' in err

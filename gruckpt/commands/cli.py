@@ -17,8 +17,8 @@ import typer
 from typer import Option
 
 from .shell import (BatchSize, Fields, MemoryLimit, Seed, Segments, Threads, call,
-                                    check_bytes, check_options, check_threads, ending, print_answer, refusing,
-                                    say, with_fields)
+                                    check_bytes, check_options, check_threads, ending, given, print_answer,
+                                    refusing, say, with_fields)
 from .train_lm import PLAN, train_lm_command
 from .train_tft import backtest_command, forecast_command, train_tft_command
 
@@ -227,7 +227,10 @@ def _budget_command(ctx:typer.Context,
 ):
     "Will a training step fit, and if not, what would make it fit? Nothing is run."
     with ending():
-        with refusing(): answer = _verdict(SimpleNamespace(**ctx.params))
+        with refusing():
+            if 'keep' in given(ctx) and segments is None:
+                raise ValueError('--keep goes with --segments; without them the plan is searched')
+            answer = _verdict(SimpleNamespace(**ctx.params))
         print_answer((_as_json if as_json else _as_text)(*answer))
         if table and not as_json: print_answer(f'\n{_table(SimpleNamespace(**ctx.params))}')
         if answer[-1]: raise typer.Exit(1)

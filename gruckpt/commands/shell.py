@@ -12,6 +12,7 @@ __all__ = ['UsageError', 'BatchSize', 'Segments', 'MemoryLimit', 'Clip', 'Device
 # %% ../../nbs/commands/00_shell.ipynb #229d28cf
 import ast
 import inspect
+import logging
 import os
 import random
 import re
@@ -159,7 +160,7 @@ def check_bytes(
     if text is not None and text != 'auto' and limit_bytes(text) == 0:
         raise ValueError(f'{option(name)} must be above 0 bytes, got {text!r}')
 
-# %% ../../nbs/commands/00_shell.ipynb #d4dc9a15
+# %% ../../nbs/commands/00_shell.ipynb #39475ce8
 @dataclass(frozen=True)
 class Documented:
     """A field of a dataclass, as its source says it.
@@ -191,7 +192,7 @@ def documented(
     return {o.target.id: Documented(ast.unparse(o.annotation), default(o), ' '.join(doc[o.target.id].split()))
             for o in body.body if isinstance(o, ast.AnnAssign)}
 
-# %% ../../nbs/commands/00_shell.ipynb #acc06b4c
+# %% ../../nbs/commands/00_shell.ipynb #06ac6628
 @dataclass(frozen=True)
 class Fields:
     """Options that are fields of a dataclass.
@@ -240,7 +241,7 @@ def _as_typed(o:Fields, text:str) -> str:
     field_name, _, rest = text.replace(', or None', '').partition(' ')
     return next((f'{option(name)} {rest}' for name, of in o.names.items() if of == field_name), text)
 
-# %% ../../nbs/commands/00_shell.ipynb #b625c684
+# %% ../../nbs/commands/00_shell.ipynb #4db5a288
 _KINDS = {'int': int, 'float': float, 'bool': bool}     # all else is text
 
 def _parameter(o:Fields, name:str, of:Documented) -> inspect.Parameter:
@@ -272,7 +273,7 @@ def with_fields(
         return called
     return decorate
 
-# %% ../../nbs/commands/00_shell.ipynb #04ac221f
+# %% ../../nbs/commands/00_shell.ipynb #0e7e4b68
 BatchSize = Annotated[int, Option(help='rows of each process, B')]
 Segments = Annotated[int|None, Option(help='segments of a window, K')]
 MemoryLimit = Annotated[str|None, Option(
@@ -456,6 +457,15 @@ def picture(
     write_whole(folder/'loss.png', lambda f: figure.savefig(f, format='png'))
 
 # %% ../../nbs/commands/00_shell.ipynb #4fab6f82
+@contextmanager
+def _log_said() -> Iterator[None]:
+    "Inside, what the log of the package is told is said as a line on stderr"
+    log, handler = logging.getLogger('gruckpt'), logging.Handler()
+    handler.emit = lambda record: say(record.getMessage())
+    log.addHandler(handler)
+    try: yield
+    finally: log.removeHandler(handler)
+
 def _watched(
     trainer,
     records,        # of its session
@@ -469,7 +479,7 @@ def _watched(
     from gruckpt.training.parallel import every_rank
     from gruckpt.training.trainer import Diverged
     try:
-        with stoppable(trainer) as caught: record = follow(trainer, records, quiet, bits)
+        with _log_said(), stoppable(trainer) as caught: record = follow(trainer, records, quiet, bits)
     except DoesNotFit as e: raise typer.Exit(say(f'out of memory: {e}', 1)) from e
     except Diverged as e: raise typer.Exit(say(str(e), 1)) from e
     except OSError as e:

@@ -50,6 +50,8 @@ def _check(
     check_bytes(o.memory_limit, 'memory_limit')
     if not 1 <= o.segments <= o.steps:
         raise ValueError(f'--segments must be in 1..{o.steps} (--steps), got {o.segments}')
+    if 'memory_limit' in o.typed and (idle := [name for name in ('segments', 'keep') if name in o.typed]):
+        raise ValueError(f'--memory-limit finds the plan; leave it out, or {option(idle[0])}')
     if not 0 <= o.valid_share < 1:
         raise ValueError(f'--valid-share must be from 0 up to below 1, got {o.valid_share}')
     if o.halt_after and not o.valid_share:
@@ -108,6 +110,7 @@ def _options(
     o.text = _text_of(o.text, text)
     if o.epochs is None and o.max_steps is None: o.max_steps = 200
     if o.segments is None: o.segments = max(1, isqrt(max(o.steps, 0)))
+    if {'segments', 'keep'} & {*typed} and 'memory_limit' not in typed: o.memory_limit = None
     o.typed = typed
     return o
 

@@ -153,6 +153,7 @@ def _options(ctx:typer.Context, found) -> SimpleNamespace:
         if 'parquet_file' in typed: del known['parquet_file']          # the stream compares what it holds
     o = options_of(ctx, known, (*(name for name, of in CONFIG.names.items() if of in FREE), *_FREE))
     goal_of(ctx, o)
+    if {'tier', 'use_gradient_checkpointing'} & {*typed}: o.memory_limit = None
     o.typed = typed
     _check(o)
     return o

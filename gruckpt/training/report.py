@@ -289,6 +289,17 @@ def _settings(run:Run) -> dict[str, str]:
     return {'parameters': f'{_n_params(run):,}'} | short
 
 # %% ../../nbs/training/08_report.ipynb #8700028e
+def _beside(rows) -> dict[str, str]:
+    "Peak bytes and seconds of a step, predicted and measured, as far as they are known"
+    def known(name, of=rows): return _finite(of, name)[name]
+    out = {'peak': [('predicted', known('peak_predicted').max()), ('measured', known('peak_measured').max())],
+           'seconds': [('predicted', known('seconds_predicted').median()),
+                       ('measured', known('seconds', _uncounted(rows)).median() if len(rows) else math.nan)]}
+    def said(name, n): return human(int(n)) if name == 'peak' else f'{n:.3g}'
+    found = {name: ', '.join(f'{word} {said(name, n)}' for word, n in pairs if n == n)
+             for name, pairs in out.items()}
+    return {name: text for name, text in found.items() if text}
+
 def facts(
     run:Run,             # from `read_run`
 ) -> dict[str, str]:     # plain text by name
@@ -301,6 +312,7 @@ def facts(
         out |= {'epochs': f'{int(last.epoch) + 1}, the last one under way or done',
                 'skipped': ', '.join(f'{n} ({name})' for name, n in why.items()) or '0'}
     if len(done): out['loss'] = f'{done.loss.iloc[-1]:.4f} at step {int(done.step.iloc[-1]):,}'
+    out |= _beside(rows)
     for name in run.judged:
         known = _finite(run.history, name)
         if len(known): out[f'last {name}'] = f'{known[name].iloc[-1]:.4f}'
