@@ -847,7 +847,7 @@ def norm_back_scratch(
 def _forward_scratch(o:LayerBytes, n):
     "The gates of a chunk, the bias, and the larger of what the projection and a step need"
     wide, D = max(o.item, 4), o.width
-    gates = 0 if o.keep == 'gates' else o.gates(o.chunk(n))
+    gates = (o.keep == 'hidden') * o.gates(o.chunk(n))
     step = (o.cell.reset == 'before') * o.row                                          # r * h
     if o.normed: step += o.row + wide * (o.batch * (D + 1) + (o.item != wide) * D)     # `_norm_emit`
     x = (o.copied + o.dropped + (o.dropped and o.x_normed)) * o.part(n)

@@ -234,20 +234,21 @@ class Stretch:
     n_steps : int
         Time steps in all, T.
     role : str
-        `'first'`, `'middle'` (not the first, and runs twice) or `'last'`.
+        `'only'`, or of several `'first'`, `'middle'` (not the first, and runs twice) or `'last'`.
     lens : int or array
         Steps of the segment, n.
     before : int
         Segments before it.
     keep : str or tuple
-        What it keeps, as in a `Plan`.
+        What it keeps, as in a `Plan`; or for many answers at once a tuple of arrays of words.
     """
     n_steps:int
     role:str
     lens:object
     before:int = 0
     keep:str|tuple = 'hidden'
-    n_segments = 2    # it is one of several
+    @property
+    def n_segments(self) -> int: "More than one, where it is one of several"; return 1 + (self.role != 'only')
     @property
     def seg_len(self): "Steps of the segment"; return self.lens
 
