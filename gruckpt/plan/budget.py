@@ -9,9 +9,10 @@ __all__ = ['GPUS', 'RATES', 'Ledger', 'estimate', 'Card', 'limit_bytes', 'Rates'
 # %% ../../nbs/plan/01_budget.ipynb #12168935
 import copy
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial, reduce
 from itertools import count
 from pathlib import Path
@@ -302,9 +303,11 @@ def _measured(batch:int, hidden:int, device:str, precision:str) -> Rates:
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8004
 def _choices(
-    n_layers:int,   # layers, L
-) -> tuple:         # (what a segment that runs twice may keep, what the last may)
+    n_layers:int,       # layers, L
+    states:bool=False,  # those alone that keep no gates
+) -> tuple:             # (what a segment that runs twice may keep, what the last may)
     "Words for each layer and the head: gates of the uppermost layers, or of those below the top"
+    if states: return [('hidden',)*(n_layers + 1)], [(*('hidden',)*n_layers, h) for h in ('hidden', 'gates')]
     upper = [('hidden',)*(n_layers - g) + ('gates',)*g for g in range(n_layers + 1)]
     below = [('hidden',)*(n_layers - 1 - g) + ('gates',)*g + ('hidden',) for g in range(1, n_layers)]
     return [(*k, 'hidden') for k in upper + below], [(*k, h) for k in upper for h in ('hidden', 'gates')]
@@ -345,47 +348,68 @@ def _lay(
     return (lens - np.diff(np.minimum(np.cumsum(room), over), prepend=0)[::-1]).tolist()
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8006
+_MOST = 2**60    # no machine has so many bytes, and a search that gets there does not end
+
 @dataclass(frozen=True)
 class _Caps:
     "Longest segment of one role that fits, for any number of bytes and of segments before it"
-    lens: np.ndarray    # 1, 2, ... up to where bytes grow evenly
-    sums: np.ndarray    # moments x lens: bytes with one segment before it
-    more: np.ndarray    # of each moment: bytes a further segment before it adds
-    slope: np.ndarray   # of each moment: bytes a further step adds, beyond `lens`
+    curves: list    # (bytes that a further segment before it adds, knots, bytes there, bytes a step from there)
     n_steps: int
 
     def __call__(self, room, before) -> np.ndarray:
         "Steps, 0 if not even one; `room` in bytes and `before` may be arrays"
         most = np.full(np.broadcast_shapes(np.shape(room), np.shape(before)), self.n_steps)
-        for sums, more, slope in zip(self.sums, self.more, self.slope):
+        for more, knots, sums, slopes in self.curves:
             left = room - more*(before - 1)
-            n = np.searchsorted(sums, left, 'right')
-            if len(sums) < self.n_steps and slope:
-                n = np.where(n < len(sums), n, len(sums) + (left - sums[-1])//slope)
-            elif len(sums) < self.n_steps: n = np.where(n < len(sums), n, self.n_steps)
-            most = np.minimum(most, n)
+            at = np.searchsorted(sums, left, 'right') - 1
+            most = np.minimum(most, np.where(at < 0, 0, knots[at] + (left - sums[at])//slopes[at]))
         return most
+
+    def bytes(self, lens, before) -> np.ndarray:
+        "What segments of these lengths need, the other way round"
+        most = -np.inf
+        for more, knots, sums, slopes in self.curves:
+            at = np.searchsorted(knots, lens, 'right') - 1
+            most = np.maximum(most, sums[at] + slopes[at]*(lens - knots[at]) + more*(before - 1))
+        return most.astype(int)
+
+    @cached_property
+    def grows(self) -> int: "Fewest bytes that a further step adds"; return min(int(s.min()) for *_, s in self.curves)
 
     def most_before(self, room:int) -> int:
         "The largest number of segments before one of a step; 0 if not even one"
-        left, grows = room - self.sums[:, 0], self.more > 0
-        if left.min() < 0: return 0
-        return int(min(self.n_steps, (left[grows] // self.more[grows]).min(initial=self.n_steps) + 1))
+        left = [(room - sums[0], more) for more, _, sums, _ in self.curves]
+        if min(left)[0] < 0: return 0
+        return int(min([self.n_steps, *(n//more + 1 for n, more in left if more > 0)]))
 
 # %% ../../nbs/plan/01_budget.ipynb #d5a0290f
-def _caps(spec, batch:int, n_steps:int, role:str, keep:tuple, **how) -> _Caps:
-    "From the same formulas as `estimate`"
-    lens = np.arange(1, min(n_steps, spec.rhythm(batch)[1] + 2) + 1)
-    before = np.array([[1], [2]])
-    ledger = estimate(spec, batch, Stretch(n_steps, role, lens, before, keep), **how)
-    sums = np.stack([np.broadcast_to(s, (2, len(lens))) for s in ledger.sums.values()])
-    more, sums = sums[:, 1, -1] - sums[:, 0, -1], sums[:, 0]
-    slope = sums[:, -1] - sums[:, -2] if len(lens) > 1 else more*0
-    rows = np.column_stack([sums, more, slope])
-    below = (rows[:, None] <= rows).all(-1)                 # never fuller than another
-    later = np.tri(len(rows), k=-1, dtype=bool)             # of equals the first one stays
-    rows = rows[~(below & (~below.T | later)).any(1)]
-    return _Caps(lens, rows[:, :-2], rows[:, -2], rows[:, -1], n_steps)
+def _curve(lens:np.ndarray, sums:np.ndarray, more:int, n_steps:int) -> tuple:
+    "The fullest of some moments (rows of `sums`) at each length, as knots with even growth between them"
+    knots, top, at = lens.tolist(), sums.max(0).tolist(), int(lens[-1])
+    now = [(row[-1], row[-1] - row[-2] if len(row) > 1 else 0) for row in sums[:, -2:].tolist()]
+    while at < n_steps:                                     # beyond `lens` each moment is a line
+        most, slope = max(now)
+        ahead = [(most - v)//(s - slope) for v, s in now if s > slope]
+        n = min([*ahead, n_steps - at]) or 1                # up to where another line takes over
+        at, now = at + n, [(v + n*s, s) for v, s in now]
+        knots.append(at)
+        top.append(max(now)[0])
+    knots, top = np.array(knots), np.array(top)
+    return int(more), knots, top, np.append(np.maximum(np.diff(top)//np.diff(knots), 1), _MOST)
+
+def _caps(lens:np.ndarray, sums:np.ndarray, n_steps:int) -> list:
+    """`_Caps` of each choice, from moments x choices x lengths; the last of the lengths comes twice, first with
+    one segment before it and then with two"""
+    more, sums = sums[..., -1] - sums[..., -2], sums[..., :-1]
+    slope = sums[..., -1] - sums[..., -2] if len(lens) > 1 else more*0
+    rows = np.concatenate([sums, more[..., None], slope[..., None]], -1).swapaxes(0, 1)
+    below = (rows[:, :, None] <= rows[:, None]).all(-1)     # never fuller than another
+    later = np.tri(len(more), k=-1, dtype=bool)             # of equals the first one stays
+    left = ~(below & (~below.swapaxes(1, 2) | later)).any(-1)
+    def caps(mine):
+        return _Caps([_curve(lens, mine[mine[:, -2] == m, :-2], m, n_steps) for m in set(mine[:, -2].tolist())],
+                     n_steps)
+    return [caps(row[some]) for row, some in zip(rows, left)]
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8008
 @dataclass(frozen=True)
@@ -406,39 +430,44 @@ class _Found:
     late: tuple      # what the last one keeps
     n_segments: int
 
+def _side_by_side(
+    words:list,   # what is kept, one tuple each
+) -> tuple:       # arrays of words, for a `Stretch`
+    "Several answers as the rows of one"
+    return tuple(np.array(part)[:, None] for part in zip(*words))
+
 # %% ../../nbs/plan/01_budget.ipynb #73ebd5fb
 class _Planner:
-    "All plans of a spec, a batch and a length, for any limit"
-    def __init__(self, spec, batch:int, n_steps:int, rates:Rates|None=None, **how):
-        estimate(spec, batch, Plan(n_steps, n_steps), **how)             # ValueError for a wrong question
+    "All plans of a spec, a batch and a length, for any limit; or those that keep states only"
+    def __init__(self, spec, batch:int, n_steps:int, rates:Rates|None=None, states:bool=False, **how):
+        Plan(n_steps, n_steps)                                           # ValueError for a wrong length
         self.spec, self.batch, self.n_steps, self.how = spec, batch, n_steps, how
         self.rates, self.c = rates or RATES[how.get('device', 'cpu')], spec.rhythm(batch)[0]
-        self.caps = lru_cache(None)(lambda role, keep: _caps(spec, batch, n_steps, role, keep, **how))
-        self.line = lru_cache(None)(self._line)
-        self.row = lru_cache(32)(lambda *args: _row(self, *args))
-        self.lasts = lru_cache(32)(lambda *args: _lasts(self, *args))
+        early, late = self.choices = _choices(spec.n_layers, states)
+        self.of = {'first': early, 'middle': early, 'last': late, 'only': late}
+        self.lines, self.caps_of = cache(lambda role: _lines(self, role)), cache(self._caps_of)
+        self.row = lru_cache(64)(lambda *args: _row(self, *args))
         one, two = (_beside_of(spec, k, **how) for k in (1, 2))
         self.each, self.beside = two - one, one
 
     def seconds(self, plan) -> float: return seconds_of(self.spec, self.batch, plan, self.rates, **self.how)
-
-    def _line(self, role:str, keep:tuple) -> _Line:
-        def at(n): return self.seconds(Stretch(self.n_steps, role, n, 1, keep))
-        one, c = at(1), self.c
-        step = at(2) - one
-        chunk = 0. if c == 1 else at(c + 1) - one - c*step
-        return _Line(step, chunk, one - step - chunk)
-
-    @cached_property
-    def choices(self) -> tuple: return _choices(self.spec.n_layers)
+    def bytes(self, plan:Plan) -> int: return int(estimate(self.spec, self.batch, plan, **self.how).total)
+    def line(self, role:str, keep:tuple) -> _Line: return self.lines(role)[keep]
+    def caps(self, role:str, keep:tuple) -> _Caps: return self.caps_of(role)[keep]
+    def _caps_of(self, role:str) -> dict: return dict(zip(self.of[role], _caps(*_sums_of(self, role), self.n_steps)))
 
     @cached_property
     def uncut(self) -> list:
-        "(seconds, bytes, plan) of the plans of one segment"
-        plans = [Plan(self.n_steps, self.n_steps, keep) for keep in self.choices[1]]
-        return sorted(((self.seconds(p), self.bytes(p), p) for p in plans), key=lambda o: o[:2])
+        "(bytes, what is kept) of the plans of one segment"
+        return [(int(n) + self.beside, keep) for n, keep in zip(_sums_of(self, 'only')[1][:, :, 0].max(0), self.choices[1])]
 
-    def bytes(self, plan:Plan) -> int: return int(estimate(self.spec, self.batch, plan, **self.how).total)
+    @cached_property
+    def timed(self) -> list:
+        "The same with seconds in front, in their order"
+        lines, chunks = self.lines('last'), _ceil(self.n_steps, self.c)
+        found = [(lines[keep](self.n_steps, chunks), n, keep) for n, keep in self.uncut]
+        return sorted(found, key=lambda o: o[:2])
+
 @lru_cache(64)
 def _planner(*args, **how) -> _Planner: "Made once for many limits"; return _Planner(*args, **how)
 
@@ -460,6 +489,26 @@ def _beside_of(spec, n_segments:int, device:str='cpu', **_) -> int:
     "Bytes beside tensors"
     return sum(_beside(spec, Plan(n_segments, 1), device).values())
 
+def _sums_of(o:_Planner, role:str) -> tuple:
+    "(lengths, bytes of moments x choices x lengths), from the same formulas as `estimate`; see `_caps`"
+    only, T = role == 'only', o.n_steps
+    lens = np.array([T]) if only else np.arange(1, min(T, o.spec.rhythm(o.batch)[1] + 2) + 1)
+    at, before = np.append(lens, lens[-1]), np.append(lens*0 + (not only), 2*(not only))
+    words = o.of[role]
+    found = estimate(o.spec, o.batch, Stretch(T, role, at, before, _side_by_side(words)), **o.how).sums.values()
+    return lens, np.stack([np.broadcast_to(s, (len(words), len(at))) for s in found])
+
+def _lines(o:_Planner, role:str) -> dict:
+    "What a segment of each choice costs, from its counted work"
+    words, at = o.of[role], Stretch(o.n_steps, role, np.array([1, 2, o.c + 1]), 1, _side_by_side(o.of[role]))
+    precision, frozen = o.how.get('precision', 'float32'), o.how.get('frozen', ())
+    work = o.spec.work(o.batch, at, *_PRECISIONS[precision], frozen)
+    counts = np.stack([np.broadcast_to(n, (len(words), 3)) for n in astuple(work)])
+    one, step = counts[..., 0], counts[..., 1] - counts[..., 0]
+    chunk = counts[..., 2] - one - o.c*step
+    parts = [o.rates.seconds(Work(*part)).tolist() for part in (step, chunk, one - step - chunk)]
+    return dict(zip(words, map(_Line, *parts)))
+
 # %% ../../nbs/plan/01_budget.ipynb #c0de800a
 _SAME = 1 + 1e-12    # seconds nearer than that are equal
 
@@ -470,97 +519,128 @@ def _row(o:_Planner, early:tuple, room:int, n:int) -> np.ndarray:
     row = np.append(o.caps('first', early)(room, 1), middle(room, np.arange(1, n)))[:n]
     return row[:int(np.argmin(row))] if n and row.min() <= 0 else row
 
-def _lasts(o:_Planner, late:tuple, room:int, n:int) -> np.ndarray:
-    "Caps of the last segment after one other, after two, up to `n` or as many as leave it a step"
-    cap = o.caps('last', late)
-    before = np.arange(1, min(n, o.n_steps - 1, cap.most_before(room)) + 1)
-    found = np.minimum(cap(room - o.each*before, before), o.n_steps - before)
-    return found[:int(np.argmin(found))] if len(found) and found.min() <= 0 else found
+def _lasts(o:_Planner, late:tuple, limit:int, ks:np.ndarray) -> np.ndarray:
+    "Caps of the last segment of `ks`; 0 where it has no step, or leaves none to another"
+    found = o.caps('last', late)(limit - o.each*(ks - 1), ks - 1)
+    return np.maximum(np.minimum(found, o.n_steps - (ks - 1)), 0)
 
 # %% ../../nbs/plan/01_budget.ipynb #69377293
-def _bound(o:_Planner, early:tuple, late:tuple, limit:int, most:int, timed:bool=True) -> tuple:
-    "(counts of segments, longest last one, seconds that none of their plans beats) of what may fit `limit`"
-    row, last = o.row(early, limit, most - 1), o.lasts(late, limit, most - 1)
-    n = min(len(row), len(last))
-    fits = np.cumsum(row[:n]) + last[:n] >= o.n_steps
-    ks, last = np.arange(2, n + 2)[fits], last[:n][fits]
-    if not timed: return ks, last, None
-    twice, once = o.line('middle', early), o.line('last', late)
-    fewest = np.maximum(ks - 1, _ceil(o.n_steps - last, o.c))
-    ends = [once(n, 1) + twice(o.n_steps - n, fewest, ks - 1) for n in (last, last*0 + 1)]
-    more = once.chunk*(np.maximum(_ceil(last, o.c) - 1, 1) - 1)*_pays(o, twice, once)
+def _bound(o:_Planner, early:tuple, late:tuple, limit:int, low:int, high:int, timed:bool=True) -> tuple:
+    "(counts of segments from `low` to `high`, longest last one, seconds no plan beats) of what may fit `limit`"
+    size = max(32, 1 << int(high - 2).bit_length())
+    row, c = o.row(early, limit - o.each*(low - 1), size)[:high - 1], o.c
+    ks = np.arange(low, min(high, len(row) + 1) + 1)
+    last, n = _lasts(o, late, limit, ks), ks - 1
+    fits = (last > 0) & (np.cumsum(row)[n - 1] + last >= o.n_steps)
+    ks, last, n = ks[fits], last[fits], n[fits]
+    if not timed or not len(ks): return ks, last, None
+    twice, once, left = o.line('middle', early), o.line('last', late), o.n_steps - last
+    over = left - np.cumsum(np.minimum(row, c))[n - 1]
+    whole = np.cumsum(np.maximum(row//c - 1, 0))[n - 1]
+    parts = np.maximum(over - whole*c, 0)
+    chunks = n + np.where(parts > 0, whole + _ceil(parts, max(c - 1, 1)), np.maximum(_ceil(over, c), 0))
+    ends = [once(m, 1) + twice(o.n_steps - m, chunks, n) for m in (last, last*0 + 1)]
+    more = once.chunk*(np.maximum(_ceil(last, c) - 1, 1) - 1)*_pays(o, twice, once)
     return ks, last, np.minimum(*ends) + more
 
 def _pays(o:_Planner, twice:_Line, once:_Line) -> bool:
     "Does a longer last segment always pay, chunk by chunk?"
     return (twice.step - once.step)*o.c >= once.chunk
 
-def _exact(o:_Planner, early:tuple, late:tuple, limit:int, k:int, last:int, most:int) -> _Found:
+def _exact(o:_Planner, early:tuple, late:tuple, limit:int, k:int, last:int) -> _Found:
     "The cheapest plan of `k` segments, the last of at most `last` steps"
     twice, once = o.line('middle', early), o.line('last', late)
     least = last - o.c if _pays(o, twice, once) else 0
     lasts = np.arange(max(0, least) + 1, last + 1)
-    row = _row(o, early, limit - o.each*(k - 1), k - 1) if o.each else o.row(early, limit, most - 1)[:k - 1]
-    chunks = _fewest_chunks(row, o.n_steps - lasts, o.c) if len(row) == k - 1 else lasts*np.inf
+    row = o.row(early, limit - o.each*(k - 1), max(32, 1 << (k - 2).bit_length()))[:k - 1]
+    fits = len(row) == k - 1
+    chunks = _fewest_chunks(row, o.n_steps - lasts, o.c) if fits else np.full(len(lasts), np.inf)
+    there = np.isfinite(chunks)
+    if not there.any(): return _Found(np.inf, 0, 0, early, late, k)
+    lasts, chunks = lasts[there], chunks[there]
     seconds = twice(o.n_steps - lasts, chunks, k - 1) + once(lasts, _ceil(lasts, o.c))
     at = int(np.argmin(seconds))
-    return _Found(float(seconds[at]), int(lasts[at]), chunks[at], early, late, k)
+    return _Found(float(seconds[at]), int(lasts[at]), int(chunks[at]), early, late, k)
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de800b
-def _quick(o:_Planner, early:tuple, late:tuple, limit:int) -> float:
-    "Seconds that no plan beats whose segments keep this, from the longest last segment alone"
-    lasts = o.lasts(late, limit, 1)
-    if not len(lasts): return np.inf
-    last = int(lasts[0])
-    twice, once = o.line('middle', early), o.line('last', late)
-    def least(n):
-        chunks = _ceil(o.n_steps - n, o.c)
-        more = (twice.chunk + twice.once)*chunks if twice.once < 0 else twice.chunk*chunks + twice.once
-        return twice.step*(o.n_steps - n) + more + once(n, 1)
-    return min(least(last), least(1))
+def _blocks(o:_Planner) -> np.ndarray:
+    "First and last counts of segments of blocks that double: 2, 3-4, 5-8, ..."
+    ends = 2**np.arange(1, max(2, int(o.n_steps - 1).bit_length() + 1))
+    return np.array([np.append(2, ends[:-1] + 1), np.minimum(ends, o.n_steps)])
 
-def _cheapest(o:_Planner, limit:int) -> list:
-    "The cheapest plans of several segments that fit, one or several of equal seconds"
-    found, few = [], min(o.n_steps, _ceil(o.n_steps, o.c) + 2)
-    def worth(): return min((one.seconds for one in found), default=np.inf) * _SAME
-    pairs = [(_quick(o, early, late, limit), early, late) for early in o.choices[0] for late in o.choices[1]]
-    for least, early, late in sorted(pairs, key=lambda p: p[0]):
-        if least > worth() or least == np.inf: break
-        for one in _in_turn(o, early, late, limit, few, worth): found.append(one)
-    return [one for one in found if one.seconds <= worth()]
+def _coarse(o:_Planner, limit:int) -> np.ndarray:
+    "Seconds that no plan beats, early x late x block; inf where none can fit"
+    (low, high), (earlies, lates), T, c = _blocks(o), o.choices, o.n_steps, o.c
+    last = np.stack([_lasts(o, late, limit, low) for late in lates])
+    def covered(early):
+        "Steps of as many segments as a block has at most, each as long as the first in its block"
+        caps = o.caps('middle', early)(limit - o.each*(low - 1), np.maximum(low - 2, 1))
+        caps[0] = o.caps('first', early)(limit - o.each, 1)
+        return np.cumsum(np.maximum(caps, 0) * (high - low + 1))
+    most = np.stack([covered(early) for early in earlies])[:, None]
+    def of(role, name, words): return np.array([getattr(o.line(role, w), name) for w in words])
+    step, chunk, once = (of('middle', n, earlies)[:, None, None] for n in ('step', 'chunk', 'once'))
+    more, whole, ends = (of('last', n, lates)[:, None] for n in ('step', 'chunk', 'once'))
+    def seconds(n, k):
+        return (more*n + whole*np.maximum(n/c, 1) + ends + step*(T - n)
+                + chunk*np.maximum(k, (T - n)/c) + once*k)
+    least, found = np.clip(T - most, 1, last), np.inf
+    for n in (least, last, *(np.clip(T - c*(k - 1), least, last) for k in (low, high))):   # corners and kinks
+        for k in (low - 1, high - 1, np.clip((T - n)/c, low - 1, high - 1)):
+            found = np.minimum(found, seconds(n, k))
+    return np.where((last > 0) & (most + last >= T), found, np.inf)
 
 # %% ../../nbs/plan/01_budget.ipynb #cef6baa5
-def _in_turn(o:_Planner, early:tuple, late:tuple, limit:int, few:int, worth:Callable):
-    "Plans by bound, while that is below `worth()`; of more than `few` segments the first that fits"
-    fits = False
-    for most in dict.fromkeys((few, o.n_steps)):
-        ks, last, bound = _bound(o, early, late, limit, most)
-        order = np.argsort(bound, kind='stable') if most == few else np.flatnonzero(ks > few)
-        for at in order.tolist():
-            if bound[at] > worth(): break
-            one = _exact(o, early, late, limit, int(ks[at]), int(last[at]), most)
-            if np.isinf(one.seconds): continue
-            fits = True
-            yield one
-            if most > few: return
-        if fits: return
+def _cheapest(o:_Planner, limit:int, below:float=np.inf) -> list:
+    "The cheapest plans of several segments that fit and cost less, one or several of equal seconds"
+    found, (low, high) = [], _blocks(o)
+    def worth(): return min((one.seconds for one in found), default=below) * _SAME
+    coarse = _coarse(o, limit)
+    for at in np.argsort(coarse, axis=None, kind='stable').tolist():
+        if coarse.flat[at] > worth() or coarse.flat[at] == np.inf: break
+        early, late, block = np.unravel_index(at, coarse.shape)
+        pair = o.choices[0][early], o.choices[1][late]
+        for one in _in_turn(o, *pair, limit, int(low[block]), int(high[block]), worth): found.append(one)
+    return [one for one in found if one.seconds <= worth()]
 
+def _in_turn(o:_Planner, early:tuple, late:tuple, limit:int, low:int, high:int, worth:Callable):
+    "Plans of `low` to `high` segments by bound, while that is below `worth()`"
+    ks, last, bound = _bound(o, early, late, limit, low, high)
+    if not len(ks): return
+    if o.each and high - low > 3:          # each segment costs the others bytes: fewer at a time are nearer
+        size = _ceil(high - low + 1, 8)
+        for a in range(low, high + 1, size):
+            b, mine = min(a + size - 1, high), bound[(ks >= a) & (ks < a + size)]
+            if len(mine) and mine.min() <= worth(): yield from _in_turn(o, early, late, limit, a, b, worth)
+        return
+    for at in np.argsort(bound, kind='stable').tolist():
+        if bound[at] > worth(): break
+        one = _exact(o, early, late, limit, int(ks[at]), int(last[at]))
+        if np.isfinite(one.seconds): yield one
+
+# %% ../../nbs/plan/01_budget.ipynb #c0de8017
 def _smallest(o:_Planner, one:_Found, limit:int) -> Plan:
     "Of the plans that cost the same, the one of the fewest bytes"
-    k, left = one.n_segments, o.n_steps - one.last
+    k, left, before = one.n_segments, o.n_steps - one.last, np.arange(1, one.n_segments - 1)
+    first, middle = o.caps('first', one.early), o.caps('middle', one.early)
     def row(room): return _row(o, one.early, room, k - 1)
     def fits(room):
         caps = row(room)
-        return (len(caps) == k - 1 and o.caps('last', one.late)(room, k - 1) >= one.last
-                and _fewest_chunks(caps, left, o.c) <= one.n_chunks)
-    high = limit - o.each*(k - 1)
-    low = high // 2
-    while low and fits(low): low, high = low // 2, low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    lens = _lay(row(high), left, o.c, int(one.n_chunks))
-    return Plan.of(*lens, one.last, keep=one.early, keep_last=one.late)
+        return len(caps) == k - 1 and _fewest_chunks(caps, left, o.c) <= one.n_chunks
+    def least(caps, steps): return int(caps.bytes(np.array([steps]), 1)[0])
+    longest = _ceil(left, k - 1)                            # one has no fewer steps
+    low, high = min(least(first, longest), least(middle, longest)), limit - o.each*(k - 1)
+    low = max(low, int(o.caps('last', one.late).bytes(np.array([one.last]), k - 1)[0]))
+    if fits(low): high = low
+    while high - low > min(first.grows, middle.grows):
+        half = (low + high) // 2
+        low, high = (low, half) if fits(half) else (half, high)
+    if high > low:                                          # where does a segment get shorter between the two?
+        caps = row(high)
+        rooms = np.append(first.bytes(caps[:1], 1), middle.bytes(caps[1:], before))
+        rooms = np.unique(np.append(rooms[rooms > low], high)).tolist()
+        high = rooms[bisect_left(rooms, True, key=fits)]
+    return Plan.of(*_lay(row(high), left, o.c, one.n_chunks), one.last, keep=one.early, keep_last=one.late)
 
 # %% ../../nbs/plan/01_budget.ipynb #b69fb24c
 def fit(
@@ -581,28 +661,33 @@ def _fitting(spec, batch:int, n_steps:int, limit:int, rates:Rates|None=None, **h
 
 def _best(o:_Planner, limit:int) -> Plan|None:
     "The fastest plan within `limit`"
-    whole = next((u for u in o.uncut if u[1] <= limit), None)
-    if whole is not None and whole is o.uncut[0]: return whole[2]
-    cut = _cheapest(o, limit - o.beside) if o.n_steps > 1 else []
-    if whole is not None and (not cut or whole[0] <= cut[0].seconds*_SAME): return whole[2]
+    whole, cut, T = next((u for u in o.timed if u[1] <= limit), None), [], o.n_steps
+    if T > 1 and (whole is None or whole[0] > o.timed[0][0]*_SAME):
+        cut = _cheapest(o, limit - o.beside, np.inf if whole is None else whole[0])
+    if whole is not None and (not cut or whole[0] <= cut[0].seconds*_SAME): return Plan(T, T, whole[2])
     plans = [_smallest(o, one, limit - o.beside) for one in cut]
     return min(plans, key=o.bytes) if len(plans) > 1 else next(iter(plans), None)
 
 # %% ../../nbs/plan/01_budget.ipynb #87c10d68
 def _fits(spec, batch:int, n_steps:int, limit:int, **how) -> bool:
     "Is there a plan within `limit`? If any, then one that keeps states only, but perhaps the head's gradient"
-    o, states = _planner(spec, batch, n_steps, **_there(spec, how)), ('hidden',) * spec.n_layers
-    lates = [(*states, head) for head in ('hidden', 'gates')]
-    if any(o.bytes(Plan(n_steps, n_steps, late)) <= limit for late in lates): return True
-    early, room = (*states, 'hidden'), limit - o.beside
-    return n_steps > 1 and any(_some_fit(o, early, late, room) for late in lates)
+    o = _planner(spec, batch, n_steps, states=True, **_there(spec, how))
+    if min(o.uncut)[0] <= limit: return True
+    return n_steps > 1 and any(_some_fit(o, late, limit - o.beside) for late in o.choices[1])
 
-def _some_fit(o:_Planner, early:tuple, late:tuple, limit:int) -> bool:
-    "Does a plan of several segments fit that keep this?"
-    ks, last, _ = _bound(o, early, late, limit, o.n_steps, timed=False)
-    if not o.each: return len(ks) > 0
-    found = (_exact(o, early, late, limit, int(k), int(n), int(k)) for k, n in zip(ks, last))
-    return any(np.isfinite(one.seconds) for one in found)
+def _some_fit(o:_Planner, late:tuple, limit:int) -> bool:
+    "Does a plan of several segments fit whose last one keeps this?"
+    early, = o.choices[0]
+    def within(low, high):
+        ks, last, _ = _bound(o, early, late, limit, low, high, timed=False)
+        if not o.each or not len(ks): return len(ks) > 0
+        if high - low > 3:
+            size = _ceil(high - low + 1, 8)
+            return any(within(a, min(a + size - 1, high)) for a in range(low, high + 1, size)
+                       if ((ks >= a) & (ks < a + size)).any())
+        return any(np.isfinite(_exact(o, early, late, limit, k, n).seconds)
+                   for k, n in zip(ks.tolist(), last.tolist()))
+    return any(within(low, high) for low, high in _blocks(o).T.tolist())
 
 def _there(spec, how:dict) -> dict:
     "The same of a spec of fewer layers: what it has not is not frozen"
@@ -652,8 +737,6 @@ def smaller_batch(
             f'{batch // part} times the accumulation keeps them)')
 
 # %% ../../nbs/plan/01_budget.ipynb #df7fd9e9
-_MOST = 2**60    # no machine has so many bytes, and a search that gets there does not end
-
 def _largest(
     fits:Callable,      # number → bool; from some number on False, and True below it
     low:int=1,          # smallest that is asked for
@@ -729,11 +812,11 @@ def frontier(
 ) -> pd.DataFrame:          # bytes, seconds, times (uncut, gates kept: 1), segments, twice (steps), plan
     "The fastest plans from the fewest bytes to the most that help; fewer seconds with each row"
     o = _planner(spec, batch, n_steps, rates, **how)
-    low, high = o.bytes(_least(spec, batch, n_steps, **how)), o.uncut[0][1]
+    low, high = o.bytes(_least(spec, batch, n_steps, **how)), o.timed[0][1]
     limits = np.geomspace(low, max(low, high), max(n, 2)).round().astype(int).tolist()
     plans = dict.fromkeys(_best(o, max(low, limit)) for limit in [*limits[:-1], max(low, high)])
     rows = [(o.bytes(p), o.seconds(p), p) for p in plans]
-    return pd.DataFrame([{'bytes': b, 'seconds': s, 'times': s / o.uncut[0][0], 'segments': p.n_segments,
+    return pd.DataFrame([{'bytes': b, 'seconds': s, 'times': s / o.timed[0][0], 'segments': p.n_segments,
                           'twice': p.n_extra, 'plan': p} for b, s, p in sorted(rows, key=lambda r: r[0])])
 
 # %% ../../nbs/plan/01_budget.ipynb #64810904
