@@ -519,26 +519,59 @@ def _row(o:_Planner, early:tuple, room:int, n:int) -> np.ndarray:
     row = np.append(o.caps('first', early)(room, 1), middle(room, np.arange(1, n)))[:n]
     return row[:int(np.argmin(row))] if n and row.min() <= 0 else row
 
+def _rows(o:_Planner, early:tuple, limit:int, ks:np.ndarray) -> np.ndarray:
+    "Caps of the segments that run twice, a row for each of `ks`, filled up with 0; all 0 where one has no step"
+    place, room = np.arange(ks[-1] - 1), (limit - o.each*(ks - 1))[:, None]
+    caps = o.caps('middle', early)(room, np.maximum(place, 1))
+    caps[:, 0] = o.caps('first', early)(room[:, 0], 1)
+    there = place < (ks - 1)[:, None]
+    return np.where(there & ((caps > 0) | ~there).all(1)[:, None], caps, 0)
+
 def _lasts(o:_Planner, late:tuple, limit:int, ks:np.ndarray) -> np.ndarray:
     "Caps of the last segment of `ks`; 0 where it has no step, or leaves none to another"
     found = o.caps('last', late)(limit - o.each*(ks - 1), ks - 1)
     return np.maximum(np.minimum(found, o.n_steps - (ks - 1)), 0)
 
 # %% ../../nbs/plan/01_budget.ipynb #69377293
-def _bound(o:_Planner, early:tuple, late:tuple, limit:int, low:int, high:int, timed:bool=True) -> tuple:
-    "(counts of segments from `low` to `high`, longest last one, seconds no plan beats) of what may fit `limit`"
-    size = max(32, 1 << int(high - 2).bit_length())
-    row, c = o.row(early, limit - o.each*(low - 1), size)[:high - 1], o.c
-    ks = np.arange(low, min(high, len(row) + 1) + 1)
-    last, n = _lasts(o, late, limit, ks), ks - 1
-    fits = (last > 0) & (np.cumsum(row)[n - 1] + last >= o.n_steps)
-    ks, last, n = ks[fits], last[fits], n[fits]
-    if not timed or not len(ks): return ks, last, None
-    twice, once, left = o.line('middle', early), o.line('last', late), o.n_steps - last
-    over = left - np.cumsum(np.minimum(row, c))[n - 1]
-    whole = np.cumsum(np.maximum(row//c - 1, 0))[n - 1]
-    parts = np.maximum(over - whole*c, 0)
-    chunks = n + np.where(parts > 0, whole + _ceil(parts, max(c - 1, 1)), np.maximum(_ceil(over, c), 0))
+def _tally(o:_Planner, early:tuple, limit:int, ks:np.ndarray, own:bool) -> tuple:
+    """For each of `ks`: steps in all, in first chunks, whole chunks besides, and remainders of each size; with
+    caps of its `own`, or with those of the first, which are no shorter"""
+    c, n = o.c, int(ks[-1]) - 1
+    if own:
+        row, add = _rows(o, early, limit, ks), lambda x: x.sum(1)
+        at = np.arange(len(ks))[:, None]*c + np.where(row >= c, row % c, 0)
+        sizes = np.bincount(at.ravel(), minlength=len(ks)*c).reshape(len(ks), c)
+    else:
+        row = o.row(early, limit - o.each*(int(ks[0]) - 1), max(32, 1 << (n - 1).bit_length()))[:n]
+        ks = ks[ks <= len(row) + 1]
+        def add(x): return np.cumsum(x, 0)[ks - 2]
+        sizes = add(np.where(row >= c, row % c, 0)[:, None] == np.arange(c))
+    return ks, add(row), add(np.minimum(row, c)), add(np.maximum(row//c - 1, 0)), sizes
+
+def _fewest_of(left:np.ndarray, n:np.ndarray, first:np.ndarray, whole:np.ndarray, sizes:np.ndarray) -> np.ndarray:
+    "`_fewest_chunks` for many rows of caps, known by their tallies; they can cover `left`"
+    c = sizes.shape[1]
+    over = left - first
+    parts, large = over - whole*c, np.arange(c - 1, 0, -1)
+    sizes = sizes[:, :0:-1]
+    many, steps = np.cumsum(sizes, 1), np.cumsum(sizes*large, 1)         # of the largest sizes
+    at = np.minimum((steps < parts[:, None]).sum(1), max(c - 2, 0))[:, None]
+    if c > 1:
+        before = [np.take_along_axis(x - y, at, 1)[:, 0] for x, y in ((many, sizes), (steps, sizes*large))]
+        some = before[0] + _ceil(parts - before[1], large[at[:, 0]])
+    else: some = parts
+    return n + np.where(parts > 0, whole + some, np.maximum(_ceil(over, c), 0))
+
+# %% ../../nbs/plan/01_budget.ipynb #c0de8019
+def _bound(o:_Planner, early:tuple, late:tuple, limit:int, ks:np.ndarray, own:bool=False) -> tuple:
+    "(those of `ks` segments that fit `limit`, longest last one, seconds no plan beats); for `own` see `_tally`"
+    ks, most, *tally = _tally(o, early, limit, ks, own)
+    last = _lasts(o, late, limit, ks)
+    fits = (last > 0) & (most > 0) & (most + last >= o.n_steps)
+    ks, last, n = ks[fits], last[fits], ks[fits] - 1
+    if not len(ks): return ks, last, ks*np.inf
+    twice, once, c = o.line('middle', early), o.line('last', late), o.c
+    chunks = _fewest_of(o.n_steps - last, n, *(x[fits] for x in tally))
     ends = [once(m, 1) + twice(o.n_steps - m, chunks, n) for m in (last, last*0 + 1)]
     more = once.chunk*(np.maximum(_ceil(last, c) - 1, 1) - 1)*_pays(o, twice, once)
     return ks, last, np.minimum(*ends) + more
@@ -548,16 +581,12 @@ def _pays(o:_Planner, twice:_Line, once:_Line) -> bool:
     return (twice.step - once.step)*o.c >= once.chunk
 
 def _exact(o:_Planner, early:tuple, late:tuple, limit:int, k:int, last:int) -> _Found:
-    "The cheapest plan of `k` segments, the last of at most `last` steps"
+    "The cheapest plan of `k` segments, the last of at most `last` steps; there is one"
     twice, once = o.line('middle', early), o.line('last', late)
     least = last - o.c if _pays(o, twice, once) else 0
     lasts = np.arange(max(0, least) + 1, last + 1)
-    row = o.row(early, limit - o.each*(k - 1), max(32, 1 << (k - 2).bit_length()))[:k - 1]
-    fits = len(row) == k - 1
-    chunks = _fewest_chunks(row, o.n_steps - lasts, o.c) if fits else np.full(len(lasts), np.inf)
-    there = np.isfinite(chunks)
-    if not there.any(): return _Found(np.inf, 0, 0, early, late, k)
-    lasts, chunks = lasts[there], chunks[there]
+    chunks = _fewest_chunks(_row(o, early, limit - o.each*(k - 1), k - 1), o.n_steps - lasts, o.c)
+    lasts, chunks = lasts[np.isfinite(chunks)], chunks[np.isfinite(chunks)]
     seconds = twice(o.n_steps - lasts, chunks, k - 1) + once(lasts, _ceil(lasts, o.c))
     at = int(np.argmin(seconds))
     return _Found(float(seconds[at]), int(lasts[at]), int(chunks[at]), early, late, k)
@@ -605,18 +634,22 @@ def _cheapest(o:_Planner, limit:int, below:float=np.inf) -> list:
 
 def _in_turn(o:_Planner, early:tuple, late:tuple, limit:int, low:int, high:int, worth:Callable):
     "Plans of `low` to `high` segments by bound, while that is below `worth()`"
-    ks, last, bound = _bound(o, early, late, limit, low, high)
-    if not len(ks): return
-    if o.each and high - low > 3:          # each segment costs the others bytes: fewer at a time are nearer
-        size = _ceil(high - low + 1, 8)
-        for a in range(low, high + 1, size):
-            b, mine = min(a + size - 1, high), bound[(ks >= a) & (ks < a + size)]
-            if len(mine) and mine.min() <= worth(): yield from _in_turn(o, early, late, limit, a, b, worth)
-        return
-    for at in np.argsort(bound, kind='stable').tolist():
-        if bound[at] > worth(): break
-        one = _exact(o, early, late, limit, int(ks[at]), int(last[at]))
-        if np.isfinite(one.seconds): yield one
+    for ks, last, bound in _bounds(o, early, late, limit, low, high, worth):
+        for at in np.argsort(bound, kind='stable').tolist():
+            if bound[at] > worth(): break
+            yield _exact(o, early, late, limit, int(ks[at]), int(last[at]))
+
+def _bounds(o:_Planner, early:tuple, late:tuple, limit:int, low:int, high:int, worth:Callable):
+    "Of `low` to `high` segments, what `_bound` says; where each costs the others bytes, some at a time"
+    ks, last, bound = _bound(o, early, late, limit, np.arange(low, high + 1))
+    if not o.each: yield ks, last, bound
+    else:
+        order, n = np.argsort(bound, kind='stable'), max(1, 2**13 // high)
+        for at in range(0, len(ks), n):
+            some = order[at:at + n]
+            if bound[some[0]] > worth(): return
+            yield _bound(o, early, late, limit, np.sort(ks[some]), own=True)
+
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8017
 def _smallest(o:_Planner, one:_Found, limit:int) -> Plan:
@@ -678,16 +711,8 @@ def _fits(spec, batch:int, n_steps:int, limit:int, **how) -> bool:
 def _some_fit(o:_Planner, late:tuple, limit:int) -> bool:
     "Does a plan of several segments fit whose last one keeps this?"
     early, = o.choices[0]
-    def within(low, high):
-        ks, last, _ = _bound(o, early, late, limit, low, high, timed=False)
-        if not o.each or not len(ks): return len(ks) > 0
-        if high - low > 3:
-            size = _ceil(high - low + 1, 8)
-            return any(within(a, min(a + size - 1, high)) for a in range(low, high + 1, size)
-                       if ((ks >= a) & (ks < a + size)).any())
-        return any(np.isfinite(_exact(o, early, late, limit, k, n).seconds)
-                   for k, n in zip(ks.tolist(), last.tolist()))
-    return any(within(low, high) for low, high in _blocks(o).T.tolist())
+    return any(len(ks) for low, high in _blocks(o).T.tolist()
+               for ks, *_ in _bounds(o, early, late, limit, low, high, lambda: np.inf))
 
 def _there(spec, how:dict) -> dict:
     "The same of a spec of fewer layers: what it has not is not frozen"
