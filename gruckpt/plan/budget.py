@@ -442,7 +442,7 @@ class _Planner:
     def __init__(self, spec, batch:int, n_steps:int, rates:Rates|None=None, states:bool=False, **how):
         Plan(n_steps, n_steps)                                           # ValueError for a wrong length
         self.spec, self.batch, self.n_steps, self.how = spec, batch, n_steps, how
-        self.rates, self.c = rates or RATES[how.get('device', 'cpu')], spec.rhythm(batch)[0]
+        self.given, self.c = rates, spec.rhythm(batch)[0]
         early, late = self.choices = _choices(spec.n_layers, states)
         self.of = {'first': early, 'middle': early, 'last': late, 'only': late}
         self.lines, self.caps_of = cache(lambda role: _lines(self, role)), cache(self._caps_of)
@@ -457,6 +457,9 @@ class _Planner:
     def _caps_of(self, role:str) -> dict: return dict(zip(self.of[role], _caps(*_sums_of(self, role), self.n_steps)))
 
     @cached_property
+    def rates(self) -> Rates: return self.given or RATES[self.how.get('device', 'cpu')]
+
+    @cached_property
     def uncut(self) -> list:
         "(bytes, what is kept) of the plans of one segment"
         return [(int(n) + self.beside, keep) for n, keep in zip(_sums_of(self, 'only')[1][:, :, 0].max(0), self.choices[1])]
@@ -464,8 +467,8 @@ class _Planner:
     @cached_property
     def timed(self) -> list:
         "The same with seconds in front, in their order"
-        lines, chunks = self.lines('last'), _ceil(self.n_steps, self.c)
-        found = [(lines[keep](self.n_steps, chunks), n, keep) for n, keep in self.uncut]
+        uncut, lines, chunks = self.uncut, self.lines('last'), _ceil(self.n_steps, self.c)
+        found = [(lines[keep](self.n_steps, chunks), n, keep) for n, keep in uncut]
         return sorted(found, key=lambda o: o[:2])
 
 @lru_cache(64)
