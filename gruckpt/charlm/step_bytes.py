@@ -465,7 +465,8 @@ def _op_work(o:LayerBytes, op:str, n:int, m:int) -> Work:
     of_state = 2*o.batch * 3*o.width * o.width
     flops = {'project': of_input, 'rebuild': of_state,
              'collect': o.trained*(of_input + of_state) + o.into*of_input}.get(op, 0)
-    return Work(steps=by_step*n, step_flops=by_step*n*of_state, flops=n*flops, moved=n*rows*o.row,
+    sums = (op == 'collect')*o.trained * 3*o.width*(o.n_in + o.width) * max(o.item_w, 4)*2    # read, written
+    return Work(steps=by_step*n, step_flops=by_step*n*of_state, flops=n*flops, moved=n*rows*o.row + m*sums,
                 launches=launches * (n if by_step else m))
 
 def _input_work(o:LayerBytes, n:int, m:int) -> Work:
@@ -507,9 +508,11 @@ def _segments_work(o:_Counted, n:int, m:int, count:int, again:bool) -> Work:
     for k in range(L):
         layer, handed = o.layer(k), again and k == L - 1
         total += _there(layer, n, m) * (1 + again)
-        total += _back(layer, n, m, ((m - count) * c, m - count) if handed else (n, m))
-        total += Work(launches=count * (8 + 6*again))                   # states copied, biases, sums
-    return total
+        rebuilt = ((m - count) * c, m - count) if handed else (n, m)
+        total += _back(layer, n, m, rebuilt)
+        total += Work(launches=count * (8 + 6*again),                   # states copied, biases, sums
+                      chunks=m*(3 + again) + rebuilt[1]*(layer.keep == 'hidden'))    # a way back is two
+    return total + Work(cuts=count*again)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #3c5e2758
 def work_of(
