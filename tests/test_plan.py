@@ -1,10 +1,12 @@
 """Plans of any form: their bytes against the meter, their search against all there are, what they compute."""
 import random
 import sys
+from dataclasses import astuple
 from itertools import product
 from math import inf, isclose
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from gruckpt.charlm.model import GRULM, GRUSpec  # noqa: E402
 from gruckpt.measure.meter import Meter  # noqa: E402
 from gruckpt.engine.recurrent import GRU, LSTM  # noqa: E402
 from gruckpt.engine.scan import plain  # noqa: E402
-from gruckpt.plan.segment import Plan  # noqa: E402
+from gruckpt.plan.segment import Plan, Stretch  # noqa: E402
 
 
 def any_plan(coin, n_layers):
@@ -115,6 +117,38 @@ def test_fit_is_the_best_of_all_plans(L, n_steps, B):
             assert isclose(cost[found], least, rel_tol=1e-9)
             same = [size[p] for p in plans if cost[p] <= least*(1 + 1e-12) and size[p] <= limit]
             assert size[found] == min(same)
+
+
+@pytest.mark.parametrize('rates', [Rates(), Rates(1e9, 1e30, 1e30, 0, 0, 0)], ids=['seconds', 'steps'])
+@pytest.mark.parametrize('L,n_steps,B', [(1, 5, 20), (1, 5, 300), (2, 3, 128)])
+def test_the_chosen_plan_is_never_dominated(L, n_steps, B, rates):
+    "None needs fewer bytes and no more seconds, or fewer seconds; steps instead where they alone take time"
+    spec = GRUSpec(30, 64, L)
+    plans = [Plan.of(*lens, keep=keep, keep_last=last)
+             for lens in cuts_of(n_steps) for keep in words(L) for last in words(L)]
+    size = np.array([int(estimate(spec, B, p).total) for p in plans])
+    cost = np.array([seconds_of(spec, B, p, rates) for p in plans])
+    for limit in sorted(set(size.tolist()))[::7]:
+        one = plans.index(fit(spec, B, n_steps, limit, rates))
+        assert (cost[size < size[one]] > cost[one]*(1 + 1e-12)).all()
+        assert (cost[size <= limit] >= cost[one]*(1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize('spec, B', [
+    (GRUSpec(30, 16, 2), 40), (GRUSpec(30, 16, 3, norm='output', dropout=.1), 3),
+    (GRUSpec(9, 8, 1, tied=True), 600)])
+def test_several_answers_at_once_are_those_one_by_one(spec, B):
+    "Words side by side in a `Stretch` give the bytes and the work of each"
+    kept, lens = words(spec.n_layers), np.arange(1, 8)
+    at_once = tuple(np.array(part)[:, None] for part in zip(*kept))
+    for role, before in (('only', 0), ('first', 0), ('middle', 1), ('middle', 3), ('last', 2)):
+        size = estimate(spec, B, Stretch(9, role, lens, before, at_once)).peak
+        work = spec.work(B, Stretch(9, role, lens, 1, at_once))
+        for i, keep in enumerate(kept):
+            one = Stretch(9, role, lens, before, keep)
+            assert (estimate(spec, B, one).peak == np.broadcast_to(size, (len(kept), 7))[i]).all()
+            mine = [np.broadcast_to(n, (len(kept), 7))[i].tolist() for n in astuple(work)]
+            assert mine == [np.broadcast_to(n, 7).tolist() for n in astuple(spec.work(B, one))]
 
 
 @pytest.mark.parametrize('seed', [94, 1, 5, 11, *range(1000, 1020)])

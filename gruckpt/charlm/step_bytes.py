@@ -66,11 +66,16 @@ class _Counted:
     def keeps(self) -> tuple:
         "What each layer and the head keep"
         return keep_each(self.keep or self.plan.keep, self.spec.n_layers + 1)
-    @property
-    def alike(self) -> bool: "Are the layers?"; return not self.frozen and len(set(self.keeps[:-1])) == 1
+    @cached_property
+    def alike(self) -> bool:
+        "Are the layers?"
+        words = self.keeps[:-1]
+        return not self.frozen and all(isinstance(k, str) for k in words) and len(set(words)) == 1
     def embedded(self, n): return n * self.batch * self.spec.hidden * self.item_w
     def targets(self, n): "In a row; one row or one step is a row already"; return _targets(self, n)
-    def layer(self, k:int): return self.above if k and self.alike else _layer_bytes(self, k)
+    def layer(self, k:int): return self.above if k and self.alike else self.layers[k]
+    @cached_property
+    def layers(self) -> list: return [_layer_bytes(self, k) for k in range(self.spec.n_layers)]
     @cached_property
     def above(self) -> LayerBytes: "Any layer but the first"; return _layer_bytes(self, 1)
     @cached_property
@@ -84,7 +89,7 @@ class _Counted:
 # %% ../../nbs/charlm/02_step_bytes.ipynb #63aa71fd
 def _targets(o:_Counted, n): return (o.batch > 1) * (n > 1) * n * o.batch * 8
 def _record(o:_Counted, n, n_layers:int):
-    gates = o.keeps[:n_layers].count('gates')
+    gates = sum(keep == 'gates' for keep in o.keeps[:n_layers])
     return n_layers*o.above.states(n) + gates*o.above.gates(n)
 
 def _gain(spec) -> int: return spec.hidden if spec.norm == 'output' else 0
@@ -251,9 +256,10 @@ def _recorded_again(o:_Counted, n, base:dict, name:str) -> dict:
     kept = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
     found = {f'backward: top layer again, {name}': kept | {
         'final states': o.state + (L - 1)*o.above.row, 'gates of a chunk': 0, 'scratch': top.forward(n)}}
-    if o.keeps[-1] == 'gates': found[f'backward: loss again, {name}'] = kept | {
+    there = o.keeps[-1] == 'gates'
+    if np.any(there): found[f'backward: loss again, {name}'] = kept | {
         'normed output': o.normed(n), 'targets': o.targets(n), 'losses': 4*o.wide,
-        'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch)}
+        'logits': there * (o.head.kept(n*o.batch) + o.head.forward(n*o.batch))}
     if o.gain: found[f'backward: norm again, {name}'] = kept | {
         'normed output': o.normed(n), 'final states': o.state + o.final, 'scratch': norm_scratch(o.above, n)}
     return found
@@ -376,6 +382,9 @@ def _taped(o:_Counted, n, moments:dict) -> dict:
 def _of_stretch(o:_Counted, role:str, n, i) -> list:
     "(steps of the segment that is recorded or 0, its moments) of segments of n steps, i cuts after the first"
     again = n, _again_moments(o, n, i * (role != 'first'), 'a segment run again')
+    if role == 'only':
+        name = 'the only segment'
+        return [(n, _forward_moments(o, n, 0, name) | _last_moments(o, n, 0, name))]
     if role == 'first': return [(n, _forward_moments(o, n, 0, 'first segment')), again]
     if role == 'middle': return [(0, _passing_moments(o, n, i)), again]
     last = 'last segment'
@@ -401,10 +410,8 @@ def _fullest(moments:dict) -> dict:
 # %% ../../nbs/charlm/02_step_bytes.ipynb #457d1f26
 def _groups(o:_Counted) -> list:
     "(steps of the segment that is recorded or 0, its moments)"
+    if not o.cut: return _of_stretch(o, 'only', o.plan.seg_len, 0)
     if isinstance(o.plan, Stretch): found = _of_stretch(o, o.plan.role, o.plan.lens, o.plan.before)
-    elif not o.cut:
-        T, name = o.plan.n_steps, 'the only segment'
-        return [(T, _forward_moments(o, T, 0, name) | _last_moments(o, T, 0, name))]
     else:
         *earlier, last = o.plan.lens
         found = _of_stretch(o, 'first', earlier[0], 0)
@@ -438,21 +445,28 @@ def moments_of(
         if drawn is not None: moments = _taped(o, n, moments)
         if not isinstance(plan, Stretch): moments = _fullest(moments)
         for moment, terms in moments.items():       # a segment run again may be the first one or another
-            found[moment] = max(found.get(moment, terms), terms, key=lambda o: np.max(sum(o.values())))
+            if moment in found: terms = max(found[moment], terms, key=lambda o: np.max(sum(o.values())))
+            found[moment] = terms
     if drawn is not None: found |= _drawing(o, drawn, carried or accumulate > 1)
     found['update: begins'] = {'final states': o.state, 'losses': max(item_w, 4)}
     return {moment: _around(o, moment, terms, carried, accumulate, drawn) for moment, terms in found.items()}
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #c0de1205
+@lru_cache
+def _matrices(cell, n_in:int, width:int) -> tuple:
+    "Numbers in the input's and in the state's weights"
+    shapes = cell.shapes(n_in, width)
+    return tuple(prod(shapes.get(name, (0,))) for name in ('weight_ih', 'weight_hh'))
+
 def _op_work(o:LayerBytes, op:str, n:int, m:int) -> Work:
     "An operation of a layer on n steps in m chunks; one that has kernels for each step walks"
-    count, shapes = o.cell.counts()[op], o.cell.shapes(o.n_in, o.width)
-    of_input, of_state = (2*o.batch * prod(shapes.get(name, (0,))) for name in ('weight_ih', 'weight_hh'))
-    walks = count.step > 0
+    count, sizes = o.cell.counts()[op], _matrices(o.cell, o.n_in, o.width)
+    (of_input, of_state), walks = (2*o.batch*size for size in sizes), count.step > 0
+    sums = (op == 'collect')*o.trained * sum(sizes) * max(o.item_w, 4)*2                  # read, written
     flops = {'project': of_input, 'rebuild': of_state, 'advance': of_state, 'reverse': of_state,
              'collect': o.trained*(of_input + of_state) + o.into*of_input}.get(op, 0)
-    return Work(steps=walks*n, step_flops=walks*n*flops, flops=(not walks)*n*flops, moved=n*count.rows*o.row,
-                launches=n*count.step + m*count.chunk)
+    return Work(steps=walks*n, step_flops=walks*n*flops, flops=(not walks)*n*flops,
+                moved=n*count.rows*o.row + m*sums, launches=n*count.step + m*count.chunk)
 
 def _input_work(o:LayerBytes, n:int, m:int) -> Work:
     "A chunk's input where it is cast, normed or dropped; a mask takes a kernel a step"
@@ -464,17 +478,17 @@ def _there(o:LayerBytes, n:int, m:int) -> Work:
 
 def _back(o:LayerBytes, n:int, m:int, rebuilt:tuple) -> Work:
     "`rebuilt` are steps and chunks"
-    made = [_op_work(o, op, *rebuilt) for op in ('project', 'rebuild')] if o.keep == 'hidden' else []
+    made = [_op_work(o, op, *rebuilt) * (o.keep == 'hidden') for op in ('project', 'rebuild')]
     made += [_op_work(o, op, n, m) for op in ('factors', 'reverse', 'collect')]
     return sum(made, _input_work(o, n, m))
 
 def _head_work(o:_Counted, n:int, again:bool) -> Work:
     "Rows of the head, in or out of a segment that runs twice; without launches: no plan changes them much"
     V, D, N = o.spec.vocab_size, o.spec.hidden, n*o.batch
-    kept, logits = o.keeps[-1] == 'gates', 2*N*V*D
-    n_there, trained = 1 + (again and kept), o.head.weight
-    flops = logits * (n_there + 1 + trained + (not kept))
-    return Work(flops=flops, moved=N*V*max(o.item, 4) * (8*n_there + (4*n_there if kept else 10)))
+    kept, hidden, logits = o.keeps[-1] == 'gates', o.keeps[-1] == 'hidden', 2*N*V*D
+    n_there, trained = 1 + again*kept, o.head.weight
+    flops = logits * (n_there + 1 + trained + hidden)
+    return Work(flops=flops, moved=N*V*max(o.item, 4) * (8*n_there + kept*4*n_there + hidden*10))
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #c0de1207
 def rhythm(
@@ -494,9 +508,11 @@ def _segments_work(o:_Counted, n:int, m:int, count:int, again:bool) -> Work:
     for k in range(L):
         layer, handed = o.layer(k), again and k == L - 1
         total += _there(layer, n, m) * (1 + again)
-        total += _back(layer, n, m, ((m - count) * c, m - count) if handed else (n, m))
-        total += Work(launches=count * (8 + 6*again))                   # states copied, biases, sums
-    return total
+        rebuilt = ((m - count) * c, m - count) if handed else (n, m)
+        total += _back(layer, n, m, rebuilt)
+        total += Work(launches=count * (8 + 6*again),                   # states copied, biases, sums
+                      chunks=m*(3 + again) + rebuilt[1]*(layer.keep == 'hidden'))    # a way back is two
+    return total + Work(cuts=count*again)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #3c5e2758
 def work_of(

@@ -108,7 +108,7 @@ def norm_back_scratch(
 
 def _forward_scratch(o:LayerBytes, n):
     "The gates of a chunk, the bias, and the larger of what the projection and the walk need"
-    gates, cell = 0 if o.keep == 'gates' else o.gates(o.chunk(n)), o.scratch(n)
+    gates, cell = (o.keep == 'hidden') * o.gates(o.chunk(n)), o.scratch(n)
     x = (o.copied + o.dropped + (o.dropped and o.x_normed)) * o.part(n)
     return gates + cell.bias + np.maximum(np.maximum(x, o.x_normed * norm_scratch(o, n)), cell.advance)
 

@@ -238,20 +238,21 @@ class Stretch:
     n_steps : int
         Time steps in all, T.
     role : str
-        `'first'`, `'middle'` (not the first, and runs twice) or `'last'`.
+        `'only'`, or of several `'first'`, `'middle'` (not the first, and runs twice) or `'last'`.
     lens : int or array
         Steps of the segment, n.
     before : int
         Segments before it.
     keep : str or tuple
-        What it keeps, as in a `Plan`.
+        What it keeps, as in a `Plan`; or for many answers at once a tuple of arrays of words.
     """
     n_steps:int
     role:str
     lens:object
     before:int = 0
     keep:str|tuple = 'hidden'
-    n_segments = 2    # it is one of several
+    @property
+    def n_segments(self) -> int: "More than one, where it is one of several"; return 1 + (self.role != 'only')
     @property
     def seg_len(self): "Steps of the segment"; return self.lens
 
@@ -272,18 +273,26 @@ class Work:
         Bytes that all other kernels read and write.
     launches : int
         Kernels.
+    chunks : int
+        Chunks of a layer's steps that are gone through.
+    cuts : int
+        Segments that run twice.
     """
     steps:int = 0
     step_flops:int = 0
     flops:int = 0
     moved:int = 0
     launches:int = 0
+    chunks:int = 0
+    cuts:int = 0
 
     def __add__(self, other:'Work') -> 'Work':
         return Work(self.steps + other.steps, self.step_flops + other.step_flops, self.flops + other.flops,
-                    self.moved + other.moved, self.launches + other.launches)
+                    self.moved + other.moved, self.launches + other.launches, self.chunks + other.chunks,
+                    self.cuts + other.cuts)
     def __mul__(self, n:int) -> 'Work':
-        return Work(n*self.steps, n*self.step_flops, n*self.flops, n*self.moved, n*self.launches)
+        return Work(n*self.steps, n*self.step_flops, n*self.flops, n*self.moved, n*self.launches,
+                    n*self.chunks, n*self.cuts)
 
 # %% ../../nbs/plan/00_segment.ipynb #63c80606
 @dataclass(frozen=True)
