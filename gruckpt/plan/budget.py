@@ -897,8 +897,8 @@ def _changes(spec, batch:int, n_steps:int, limit:int, **how) -> dict:
     "What fits if one thing is changed, by name"
     def fits(spec, batch, n_steps, **other):
         return _fits(spec, batch, n_steps, limit, **how | other)
-    found = {k: n for k, n in _sizes_that_fit(spec, batch, n_steps, fits, {}, how.get('device', 'cpu')).items()
-             if n}
+    sizes = _sizes_that_fit(spec, batch, n_steps, fits, {}, how.get('device', 'cpu'))
+    found = {k: n for k, n in sizes.items() if n}
     for name, value in (('precision', 'bfloat16'), ('precision', 'pure bfloat16'), ('optimizer', 'sgd')):
         if name not in found and fits(spec, batch, n_steps, **{name: value}): found[name] = value
     return found
