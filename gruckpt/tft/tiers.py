@@ -95,6 +95,10 @@ def _each(*args):
 def _like(form, *_): return [(form.shape, form.dtype)] if _plain(form) else None
 def _glu(form, dim=-1):
     return [((*form.shape[:-1], form.shape[-1] // 2), form.dtype)] if dim == -1 and _plain(form) else None
+def _sum(form, dims, keep=False):
+    at = {d % len(form.shape) for d in dims}
+    shape = [1 if i in at else n for i, n in enumerate(form.shape) if keep or i not in at]
+    return [(tuple(shape), form.dtype)] if dims and _plain(form) else None
 def _mm(a, b): return [((a.shape[0], b.shape[1]), a.dtype)]
 def _bmm(a, b): return [((*a.shape[:2], b.shape[2]), a.dtype)]
 def _norm(x, dims, weight, bias, eps):
@@ -108,7 +112,7 @@ def _norm_back(grad, x, dims, mean, rstd, weight, bias, wanted):
 
 _RULES = {name: rule for rule, names in {
     _each: 'mul.Tensor add.Tensor sub.Tensor div.Tensor addcmul elu_backward sigmoid_backward tanh_backward',
-    _like: 'elu sigmoid tanh neg _softmax _softmax_backward_data masked_fill.Scalar', _glu: 'glu', _mm: 'mm', _bmm: 'bmm',
+    _like: 'elu sigmoid tanh neg _softmax _softmax_backward_data masked_fill.Scalar', _glu: 'glu', _sum: 'sum.dim_IntList', _mm: 'mm', _bmm: 'bmm',
     _norm: 'native_layer_norm'}.items() for name in names.split()}
 _RULES |= {'addmm': lambda bias, a, b: _mm(a, b), 'baddbmm': lambda bias, a, b: _bmm(a, b),
            'glu_backward': lambda grad, x, dim: _like(x),
@@ -451,17 +455,19 @@ _BESIDE = {'lstm_encoder': 'historical_encoder', 'lstm_decoder': 'future_encoder
 _CHAIN = ('historical_encoder', 'lstm_decoder'), ('future_encoder', 'lstm_encoder')     # not beside each other
 _OTHERS = tuple(n for n in LAYERS if n not in sum(_CHAIN, ()))
 
-def _steps_for(spec:TFTSpec) -> list:
-    "Tiers in whose steps all stretches are found"
-    thirds = (0, 1) if 1 in (spec.lookback, spec.horizon) else (0,)
-    def of(a, b, c): return Tier(_CHAIN[0] * a + _CHAIN[1] * b + _OTHERS * (a ^ b ^ c))
-    return [of(a, b, c) for c in thirds for a in (0, 1) for b in (0, 1)]
+def _single(spec:TFTSpec, batch:int) -> bool: return 1 in (batch, spec.lookback, spec.horizon)
 
-def _meets(spec:TFTSpec, place:tuple) -> tuple:
+@cache
+def _steps_for(single:bool) -> tuple:
+    "Tiers in whose steps all stretches are found"
+    def of(a, b, c): return Tier(_CHAIN[0] * a + _CHAIN[1] * b + _OTHERS * (a ^ b ^ c))
+    return tuple(of(a, b, c) for c in range(1 + single) for a in (0, 1) for b in (0, 1))
+
+def _meets(place:tuple, single:bool) -> tuple:
     "Layers whose being recomputed a stretch depends on"
     _, phase, own = place
     if (phase, own) == ('forward', LAYERS[-1]):                    # where all that no layer holds is let go
-        return own, *(('historical_encoder', 'future_encoder') if 1 in (spec.lookback, spec.horizon) else ())
+        return own, *(('historical_encoder', 'future_encoder') if single else ())
     return (own, _BESIDE[own]) if own in _BESIDE else (own,)
 
 @cache
@@ -476,7 +482,7 @@ def _layers_of(spec:TFTSpec) -> tuple:
     return tuple(n for n in LAYERS if not (n in static and not spec.n_static or n in future and not spec.n_future))
 
 # %% ../../nbs/tft/05_tiers.ipynb #572b5e05
-def _in_all(rows:tuple, tiers:list, layers:tuple, on:dict) -> _Row:
+def _in_all(rows:tuple, tiers:tuple, layers:tuple, on:dict) -> _Row:
     "One stretch in all tiers, out of the same in some; `on` says of a layer in which tiers it is recomputed"
     (place, *_), seen = rows[0], {}
     for row, tier in zip(rows, tiers, strict=True):
@@ -489,9 +495,9 @@ def _in_all(rows:tuple, tiers:list, layers:tuple, on:dict) -> _Row:
                     for k in ('rise', 'change'))
     return _Row(place, rise, change)
 
-def _composed(spec:TFTSpec, steps:list, tiers:list) -> list:
+def _composed(spec:TFTSpec, single:bool, steps:list) -> list:
     "The stretches of all tiers; a graph leaves what it still held behind, and that is what goes later"
-    names, found, left = _layers_of(spec), [], 0
+    names, tiers, found, left = _layers_of(spec), _steps_for(single), [], 0
     on, all_left = dict(zip(names, _subsets(names)[1].T)), [0] * len(steps)
     for rows in zip(*steps, strict=True):
         if rows[0].place[:2] == (1, 'left'):
@@ -499,17 +505,17 @@ def _composed(spec:TFTSpec, steps:list, tiers:list) -> list:
             if len(always) > 1: raise NotFollowed('a graph leaves more behind than its stretches say')
             found.append(rows[0]._replace(change=always.pop() - left))
             continue
-        found.append(_in_all(rows, tiers, _meets(spec, rows[0].place), on))
+        found.append(_in_all(rows, tiers, _meets(rows[0].place, single), on))
         if found[-1].place[0] == 0: left, all_left = left + found[-1].change, [a + r.change for a, r in zip(all_left, rows)]
     return found
 
 # %% ../../nbs/tft/05_tiers.ipynb #217db3e1
 _SELECTIONS = LAYERS[:3]
-_CUT = _SELECTIONS + LAYERS[4:6]    # layers that go in groups of variables or chunks of time
+_CHUNKED = LAYERS[4:6]              # these go in chunks of time, the selections in groups of variables
 
 def _steps(spec:TFTSpec, batch:int, n_groups:int|None, how:_How) -> list:
     "Rows of the steps of `_steps_for`; other groups change nothing but what selections rise to, so two steps do"
-    tiers = _steps_for(spec)
+    tiers = _steps_for(_single(spec, batch))
     if n_groups is None: return [_rows(spec, batch, tier, how) for tier in tiers]
     off, on = (_rows(spec, batch, Tier(tier.layers, n_groups), how) for tier in tiers[:2])
     def of(tier, rows):
@@ -520,7 +526,7 @@ def _steps(spec:TFTSpec, batch:int, n_groups:int|None, how:_How) -> list:
 @lru_cache(64)
 def _every(spec:TFTSpec, batch:int, n_groups:int|None, how:_How, least:bool=False) -> tuple:
     "As `_peaks`, an array each, for all tiers of `_subsets`; `least`: no groups make it less"
-    try: rows = _composed(spec, _steps(spec, batch, n_groups, how), _steps_for(spec))
+    try: rows = _composed(spec, _single(spec, batch), _steps(spec, batch, n_groups, how))
     except NotFollowed: return _one_by_one(spec, batch, n_groups, how)
     return _peaks([_without(row, _SELECTIONS) for row in rows] if least else rows)
 
@@ -548,7 +554,7 @@ class _Plan:
     "What is recomputed, as `estimate` asks for it; without a tier all of `_subsets`, in arrays"
     tier:Tier|None
     n_groups:int|None = None
-    least:bool = False           # bytes below which no number of groups goes
+    least:bool = False           # bytes below which no groups go; of one tier, no chunks
     n_segments:int = 1
 
 @dataclass(frozen=True)
@@ -578,7 +584,7 @@ def _found(spec:TFTSpec, batch:int, plan:_Plan, how:_How) -> tuple:
     "As `_peaks`, of one tier or of all"
     if plan.tier is None: return _every(spec, batch, plan.n_groups, how, plan.least)
     rows = _rows(spec, batch, plan.tier, how)
-    return tuple(map(int, _peaks([_without(row, _CUT) for row in rows] if plan.least else rows)))
+    return tuple(map(int, _peaks([_without(row, _CHUNKED) for row in rows] if plan.least else rows)))
 
 def tier_ledger(
     spec:TFTSpec,      # form of the model
@@ -729,12 +735,27 @@ def _crossing(
     return low
 
 # %% ../../nbs/tft/05_tiers.ipynb #78ca3ab9
-def _starts(spec:TFTSpec, tier:Tier, low:int, high:int) -> list:
-    "Batches from `low` to `high` at which a group or a chunk becomes shorter than at the batch below"
-    steps = {spec.lookback, spec.horizon, 1} if tier.n_groups is None else set()
-    def cut(b): return default_chunk_len(b), *[default_group_len(b * t, spec.hidden) for t in steps]
-    shortest = next(b for b in (2**i for i in range(60)) if set(cut(b)) <= {1, default_group_len(_MOST, 1)})
-    return [b for b in range(low, min(high, shortest) + 1) if cut(b) != cut(b - 1)]
+def _cuts(spec:TFTSpec, tier:Tier, batch:int) -> tuple:
+    "(steps a chunk of the LSTMs, variables a group of each selection): what gets less as the batch grows"
+    steps = (1, spec.lookback, spec.horizon) if tier.n_groups is None else ()
+    return default_chunk_len(batch), *[default_group_len(batch * T, spec.hidden) for T in steps]
+
+def _in_short_groups(spec:TFTSpec, tier:Tier, batch:int) -> Tier:
+    "The tier with groups no longer than those that it has at `batch`, whatever the batch is"
+    if tier.n_groups is not None: return tier
+    _, *lens = _cuts(spec, tier, batch)
+    n_vars = spec.n_static, spec.n_past, spec.n_future
+    return Tier(tier.layers, max(-(-n // length) for n, length in zip(n_vars, lens)), tier.seg_len)
+
+def _largest(spec:TFTSpec, tier:Tier, limit:int, total:Callable, low:int, high:int) -> int:
+    "The largest batch from `low` to `high` that fits, 0 if none does; the upper half first"
+    if total(high, tier) <= limit: return high
+    if low == high or total(low, _in_short_groups(spec, tier, high), True) > limit: return 0
+    if _cuts(spec, tier, low) == _cuts(spec, tier, high):                  # then the bytes rise
+        return _crossing(lambda b: total(b, tier), limit, low, high) if total(low, tier) <= limit else 0
+    middle = (low + high) // 2
+    return (_largest(spec, tier, limit, total, middle + 1, high)
+            or _largest(spec, tier, limit, total, low, middle))
 
 def largest_batch(
     spec:TFTSpec,      # form of the model
@@ -745,10 +766,9 @@ def largest_batch(
 ) -> int:              # b such that b fits and nothing above it does; 0 if not even 1 does
     "The largest batch that fits, also where bytes fall as the batch grows by one, since a group gets shorter"
     limit = limit_bytes(limit)
-    def total(b, least=False): return int(estimate(_Counted(spec), b, _Plan(tier, None, least), **how).total)
-    if most < 1 or total(1, least=True) > limit: return 0
-    last = _crossing(lambda b: total(b, least=True), limit, 1, most)       # above it nothing fits
-    starts = [1, *_starts(spec, tier, 2, last)]
-    for start, end in reversed(list(zip(starts, [*(b - 1 for b in starts[1:]), last]))):
-        if total(start) <= limit: return _crossing(total, limit, start, end)
-    return 0
+    def total(b, tier, least=False):
+        return int(estimate(_Counted(spec), b, _Plan(tier, None, least), **how).total)
+    shortest = _in_short_groups(spec, tier, _MOST)
+    if most < 1 or total(1, shortest, True) > limit: return 0
+    last = _crossing(lambda b: total(b, shortest, True), limit, 1, most)   # above it nothing fits
+    return _largest(spec, tier, limit, total, 1, last)
