@@ -1,7 +1,6 @@
 """The Temporal Fusion Transformer: against an independent one, tier against tier, and trouble people had."""
 import random
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -436,13 +435,15 @@ def by_shadow(spec, batch, tier, how):
 def drawn(seed):
     "A small question with everything that may change bytes"
     rng = random.Random(seed)
-    heads, cats = rng.choice([1, 2, 3]), lambda: tuple(rng.randint(1, 9) for _ in range(rng.choice([0, 0, 1, 2])))
-    spec = TFTSpec(rng.choice([0, 1, 3]), rng.choice([0, 1, 2, 7]), rng.choice([0, 1, 3]), heads * rng.choice([1, 2, 4]),
-                   heads, rng.choice([1, 2, 3, 5]), rng.choice([1, 2, 4]), rng.choice([(.5,), (.1, .5, .9)]),
-                   rng.choice([0., .1]), cats(), cats(), cats())
+    heads, one_of = rng.choice([1, 2, 3]), rng.choice
+    def cats(): return tuple(rng.randint(1, 9) for _ in range(one_of([0, 0, 1, 2])))
+    spec = TFTSpec(one_of([0, 1, 3]), one_of([0, 1, 2, 7]), one_of([0, 1, 3]), heads * one_of([1, 2, 4]),
+                   heads, one_of([1, 2, 3, 5]), one_of([1, 2, 4]), one_of([(.5,), (.1, .5, .9)]),
+                   one_of([0., .1]), cats(), cats(), cats())
     dtype, narrow = rng.choice([(torch.float32, False), (torch.float32, True), (torch.bfloat16, False),
                                 (torch.float64, False)])
-    frozen = rng.choice([()] * 3 + [('inputs',), ('historical_vsn',), ('lstm_encoder', 'temporal'), ('head',)])
+    parts = ('inputs',), ('historical_vsn',), ('lstm_encoder', 'temporal'), ('head',)
+    frozen = rng.choice([()] * 3 + list(parts))
     tier = Tier(tuple(n for n in LAYERS if rng.random() < .5), rng.choice([None, None, 1, 2, 3, 7]),
                 rng.choice([None] * 5 + [1, 2]))
     return spec, rng.choice([1, 2, 3, 5, 17, 300]), tier, tiers._How(dtype, narrow, rng.random() < .3, frozen)
@@ -488,7 +489,7 @@ def test_fit_tier_is_brute_force():
         for tier, seconds in zip(tiers._subsets(names)[0], tiers._seconds(SIX, batch, n_groups, 'cpu')):
             tier = Tier(tier.layers, n_groups)
             found.append((seconds, int(tier_ledger(SIX, batch, tier, clip=False).total), tier))
-    assert len(found) >= 128
+    assert len(found) >= 128                                     # of two groups or one
     sizes = sorted({n for _, n, _ in found})
     for limit in sizes[::len(sizes) // 12] + [sizes[-1]]:
         least = min((o for o in found if o[1] <= limit), key=lambda o: o[:2])
@@ -499,7 +500,8 @@ def test_fit_tier_is_brute_force():
     with pytest.raises(DoesNotFit, match='no tier'): fit_tier(SIX, batch, sizes[0] - 1, clip=False)
     how = tiers._How(torch.float32, False, False, ())
     for _, _, tier in random.Random(0).sample(found, 3):
-        assert tuple(map(int, tiers._peaks(tiers._rows(SIX, batch, tier, how)))) == by_shadow(SIX, batch, tier, how)
+        found = tiers._peaks(tiers._rows(SIX, batch, tier, how))
+        assert tuple(map(int, found)) == by_shadow(SIX, batch, tier, how)
 
 
 def test_the_largest_batch_is_brute_force():

@@ -73,7 +73,9 @@ class _Hollow(torch.Tensor):
 def _form(t:torch.Tensor) -> _Form:
     return t.form if type(t) is _Hollow else _Form(tuple(t.shape), t.stride(), t.dtype)
 
-def _hollow(t:torch.Tensor) -> _Hollow: "Of the form of `t`, on no account"; return _Hollow(_form(t), None, t.requires_grad)
+def _hollow(t:torch.Tensor) -> _Hollow:
+    "Of the form of `t`, on no account"
+    return _Hollow(_form(t), None, t.requires_grad)
 
 # %% ../../nbs/tft/05_tiers.ipynb #77eb70b6
 def _packed(shape:tuple) -> tuple:
@@ -112,7 +114,8 @@ def _norm_back(grad, x, dims, mean, rstd, weight, bias, wanted):
 
 _RULES = {name: rule for rule, names in {
     _each: 'mul.Tensor add.Tensor sub.Tensor div.Tensor addcmul elu_backward sigmoid_backward tanh_backward',
-    _like: 'elu sigmoid tanh neg _softmax _softmax_backward_data masked_fill.Scalar', _glu: 'glu', _sum: 'sum.dim_IntList', _mm: 'mm', _bmm: 'bmm',
+    _like: 'elu sigmoid tanh neg _softmax _softmax_backward_data masked_fill.Scalar', _glu: 'glu',
+    _sum: 'sum.dim_IntList', _mm: 'mm', _bmm: 'bmm',
     _norm: 'native_layer_norm'}.items() for name in names.split()}
 _RULES |= {'addmm': lambda bias, a, b: _mm(a, b), 'baddbmm': lambda bias, a, b: _bmm(a, b),
            'glu_backward': lambda grad, x, dim: _like(x),
@@ -169,7 +172,7 @@ def _of_torch(func, args:tuple, kwargs:dict) -> list:
 class _Count(TorchDispatchMode):
     "Counts bytes while it is the active mode; `known` remembers what operations make"
     @classmethod
-    def _should_skip_dynamo(cls) -> bool: return False           # a wrapper a call, for nothing: no compiler here
+    def _should_skip_dynamo(cls) -> bool: return False           # no compiler comes here, so no wrapper
 
     def __init__(self, known:dict, flops:bool=False):
         super().__init__()
@@ -193,10 +196,10 @@ class _Count(TorchDispatchMode):
 
     def _made(self, func, kind:str, rule, args:tuple, kwargs:dict):
         "The results of an operation"
-        if func is _aten.randint.default: return torch.zeros((), dtype=torch.int64)     # a seed: nothing is drawn
+        if func is _aten.randint.default: return torch.zeros((), dtype=torch.int64)     # a seed
         given = _tensors(args, kwargs)
         if given and func is not _aten.lift_fresh.default and not any(type(t) is _Hollow for t in given):
-            return func(*args, **kwargs)                                                # on numbers, such as a seed
+            return func(*args, **kwargs)                           # on numbers, such as a seed
         key = func, *map(_asked, args), *[(k, _asked(a)) for k, a in kwargs.items()]
         if (found := self.known.get(key)) is None:
             found = self.known[key] = _results(func, kind, rule, args, kwargs)
@@ -250,7 +253,8 @@ class _Dry:
 
     def walk(self, one_step:bool):
         "How the LSTMs go; a single step takes another way, which is left to it"
-        for rnn, n in (self.model.lstm_encoder, self.spec.lookback), (self.model.lstm_decoder, self.spec.horizon):
+        model, spec = self.model, self.spec
+        for rnn, n in (model.lstm_encoder, spec.lookback), (model.lstm_decoder, spec.horizon):
             rnn.cell = _OneStep() if one_step and n > 1 else LSTMCell()
 
     def freeze(self, parts:tuple):
@@ -319,8 +323,9 @@ class LayerCost:
 
 @cache
 def _flops(spec:TFTSpec) -> dict:
-    "Layer → (operations of a forward pass, more with each window); a matmul is of windows or of weights alone"
-    two, three = ({name: flops for name, (_, flops) in _forward_costs(spec, n, Tier.off).items()} for n in (2, 3))
+    "Layer → operations of a forward pass: (those of weights alone, more with each window)"
+    def of(n): return {name: flops for name, (_, flops) in _forward_costs(spec, n, Tier.off).items()}
+    two, three = of(2), of(3)
     return {name: (n - 2*(three[name] - n), three[name] - n) for name, n in two.items()}
 
 @lru_cache(64)
@@ -336,7 +341,7 @@ def layer_costs(
 
 # %% ../../nbs/tft/05_tiers.ipynb #b839327b
 class _Row(NamedTuple):
-    "A stretch of a step: in which pass, of which layer, bytes that it rose to and that it left, beyond its start"
+    "A stretch of a step: bytes that it rose to and that it left, beyond its start"
     place:tuple    # (micro-batch, 'forward', 'left', 'casts', 'kept', 'backward' or 'after', layer)
     rise:int
     change:int
@@ -378,7 +383,8 @@ class _Step(_Count):
 
     def done(self) -> tuple:
         "What was found; copies of weights that autocast drops at its end, by the layer that made them"
-        if len({place for place, *_ in self.rows}) < len(self.rows): raise NotFollowed('a layer runs in two pieces')
+        if len({place for place, *_ in self.rows}) < len(self.rows):
+            raise NotFollowed('a layer runs in two pieces')
         ends, found = [start for _, start, _ in self.rows[1:]] + [self.live], []
         for (place, start, high), end in zip(self.rows, ends):
             turn, phase, _ = place
@@ -452,7 +458,7 @@ def _peaks(rows) -> tuple:
 # %% ../../nbs/tft/05_tiers.ipynb #5af880e1
 _BESIDE = {'lstm_encoder': 'historical_encoder', 'lstm_decoder': 'future_encoder',
            'historical_encoder': 'future_encoder', 'future_encoder': 'historical_encoder'}
-_CHAIN = ('historical_encoder', 'lstm_decoder'), ('future_encoder', 'lstm_encoder')     # not beside each other
+_CHAIN = ('historical_encoder', 'lstm_decoder'), ('future_encoder', 'lstm_encoder')   # every other one
 _OTHERS = tuple(n for n in LAYERS if n not in sum(_CHAIN, ()))
 
 def _single(spec:TFTSpec, batch:int) -> bool: return 1 in (batch, spec.lookback, spec.horizon)
@@ -478,8 +484,8 @@ def _subsets(names:tuple) -> tuple:
 
 def _layers_of(spec:TFTSpec) -> tuple:
     "The layers that a model has"
-    static, future = LAYERS[:1] + LAYERS[3:4], LAYERS[2:3]
-    return tuple(n for n in LAYERS if not (n in static and not spec.n_static or n in future and not spec.n_future))
+    absent = (LAYERS[:1] + LAYERS[3:4]) * (not spec.n_static) + LAYERS[2:3] * (not spec.n_future)
+    return tuple(n for n in LAYERS if n not in absent)
 
 # %% ../../nbs/tft/05_tiers.ipynb #572b5e05
 def _in_all(rows:tuple, tiers:tuple, layers:tuple, on:dict) -> _Row:
@@ -506,7 +512,8 @@ def _composed(spec:TFTSpec, single:bool, steps:list) -> list:
             found.append(rows[0]._replace(change=always.pop() - left))
             continue
         found.append(_in_all(rows, tiers, _meets(rows[0].place, single), on))
-        if found[-1].place[0] == 0: left, all_left = left + found[-1].change, [a + r.change for a, r in zip(all_left, rows)]
+        if found[-1].place[0]: continue
+        left, all_left = left + found[-1].change, [a + r.change for a, r in zip(all_left, rows)]
     return found
 
 # %% ../../nbs/tft/05_tiers.ipynb #217db3e1
@@ -514,7 +521,7 @@ _SELECTIONS = LAYERS[:3]
 _CHUNKED = LAYERS[4:6]              # these go in chunks of time, the selections in groups of variables
 
 def _steps(spec:TFTSpec, batch:int, n_groups:int|None, how:_How) -> list:
-    "Rows of the steps of `_steps_for`; other groups change nothing but what selections rise to, so two steps do"
+    "Rows of the steps of `_steps_for`; other groups change only what selections rise to: two steps do"
     tiers = _steps_for(_single(spec, batch))
     if n_groups is None: return [_rows(spec, batch, tier, how) for tier in tiers]
     off, on = (_rows(spec, batch, Tier(tier.layers, n_groups), how) for tier in tiers[:2])
@@ -612,7 +619,8 @@ _KERNELS = 13, 38    # of a group: on the way there, on the way back
 def _n_groups(spec:TFTSpec, batch:int, n_groups:int|None) -> dict:
     "Variable selection → (groups of its continuous variables, of its categories), as the layer cuts them"
     steps = {'static_vsn': 1, 'historical_vsn': spec.lookback, 'future_vsn': spec.horizon}
-    reals = {'static_vsn': spec.static, 'historical_vsn': spec.observed + spec.known + 1, 'future_vsn': spec.known}
+    past = spec.observed + spec.known + 1
+    reals = {'static_vsn': spec.static, 'historical_vsn': past, 'future_vsn': spec.known}
     n_vars = {'static_vsn': spec.n_static, 'historical_vsn': spec.n_past, 'future_vsn': spec.n_future}
     def count(name):
         own = default_group_len(batch * steps[name], spec.hidden)
@@ -632,7 +640,8 @@ def _seconds(spec:TFTSpec, batch:int, n_groups:int|None, device:str) -> np.ndarr
     names, rates = _layers_of(spec), RATES[device]
     bits, flops = _subsets(names)[1], {name: once + batch*more for name, (once, more) in _flops(spec).items()}
     own, now = _n_groups(spec, batch, None), _n_groups(spec, batch, n_groups)
-    cost = np.array([rates.seconds(Work(flops=flops[n], launches=_KERNELS[0] * now.get(n, 0))) for n in names])
+    works = [Work(flops=flops[n], launches=_KERNELS[0] * now.get(n, 0)) for n in names]
+    cost = np.array(list(map(rates.seconds, works)))
     more = sum((now[n] - own[n]) * sum(_KERNELS) for n in own)
     return bits @ cost + max(more, 0) * rates.launch
 
@@ -685,8 +694,9 @@ def _totals(spec:TFTSpec, batch:int, n_groups:int|None, least:bool=False, **how)
 def _checked(spec:TFTSpec, batch:int, n_groups:int|None, i:int, **how) -> Tier:
     "Number `i` of `_subsets`, whose own step was counted"
     tier = Tier(_subsets(_layers_of(spec))[0][i].layers, n_groups)
-    want, found = (int(n) for n in (_totals(spec, batch, n_groups, **how)[i], tier_ledger(spec, batch, tier, **how).total))
-    if want != found: raise NotFollowed(f'tier {tier} needs {found} bytes and was chosen for {want}')
+    want = int(_totals(spec, batch, n_groups, **how)[i])
+    if want != (found := int(tier_ledger(spec, batch, tier, **how).total)):
+        raise NotFollowed(f'tier {tier} needs {found} bytes and was chosen for {want}')
     return tier
 
 def _smallest(spec:TFTSpec, batch:int, **how) -> Tier:
@@ -722,7 +732,7 @@ def _crossing(
     low:int,           # a batch that fits
     most:int,          # largest that is asked for
 ) -> int:              # b that fits while b + 1 does not; `most` if that fits
-    "The bytes are nearly linear in the batch, so a line is drawn and corrected, and the middle taken now and then"
+    "Bytes are nearly linear in the batch: a line is drawn and corrected, now and then the middle taken"
     n_low, high, n_high, turn = total(low), most + 1, None, 0
     while high - low > 1:
         turn += 1
