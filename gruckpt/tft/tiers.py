@@ -7,6 +7,7 @@ __all__ = ['empty_batch', 'LayerCost', 'layer_costs', 'tier_ledger', 'score_byte
 
 # %% ../../nbs/tft/05_tiers.ipynb #c821eb12
 import math
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,8 +199,12 @@ class _Count(TorchDispatchMode):
         "The results of an operation"
         if func is _aten.randint.default: return torch.zeros((), dtype=torch.int64)     # a seed
         given = _tensors(args, kwargs)
+        if func is _aten._pack_padded_sequence.default: return self._pack(*args)
+        lengths = func is _aten.empty.memory_format and kwargs.get('dtype') is torch.int64 and len(args[0]) == 1
+        if lengths or func.overloadpacket is _aten.arange:
+            return self._real(func(*args, **kwargs), [])           # rows and steps, which torch reads
         if given and func is not _aten.lift_fresh.default and not any(type(t) is _Hollow for t in given):
-            return func(*args, **kwargs)                           # on numbers, such as a seed
+            return self._real(func(*args, **kwargs), given)        # on numbers, such as a seed or a mask
         key = func, *map(_asked, args), *[(k, _asked(a)) for k, a in kwargs.items()]
         if (found := self.known.get(key)) is None:
             found = self.known[key] = _results(func, kind, rule, args, kwargs)
@@ -210,6 +215,22 @@ class _Count(TorchDispatchMode):
             else: held = _Held(n, self) if at == -1 - len(outs) else outs[-1 - at].held
             outs.append(None if form is None else _Hollow(form, held))
         return outs[0] if _is_tensor(func) else outs
+
+    def _real(self, out, given:list):
+        "Results that have numbers, on the account too"
+        at = {t.untyped_storage()._cdata for t in given if type(t) is not _Hollow}
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if not isinstance(t, torch.Tensor) or (storage := t.untyped_storage())._cdata in at: continue
+            weakref.finalize(storage, self.freed, storage.nbytes(), self.grown(storage.nbytes())).atexit = False
+            at.add(storage._cdata)
+        return out
+
+    def _pack(self, x:_Hollow, lengths:torch.Tensor, batch_first:bool) -> tuple:
+        "Rows of real steps one behind the other, and how many rows each step has"
+        shape = int(lengths.sum()), *x.form.shape[2:]
+        rows = _Form(shape, _packed(shape), x.form.dtype)
+        sizes = torch.tensor([int((lengths > t).sum()) for t in range(int(lengths.max()))])
+        return _Hollow(rows, _Held(math.prod(shape) * x.itemsize, self)), self._real(sizes, [])
 
 @cache
 def _is_tensor(func) -> bool:
@@ -418,14 +439,16 @@ class _How(NamedTuple):
     narrow:bool          # autocast to 16 bits?
     later:bool           # is it a second micro-batch, onto gradients that are there?
     frozen:tuple         # parts that are not trained
+    packed:bool = False  # may pasts begin late? Then steps are packed; most bytes if they are all there
 
 @lru_cache(1024)
 def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
     "The stretches of a step, in order"
     dry = _dry(spec, how.dtype)
     dry.freeze(how.frozen)
-    dry.walk(one_step=tier.seg_len is None)
-    joined, plan, windows, found = 0., None, dry.batch(batch), ()
+    dry.walk(one_step=tier.seg_len is None and not how.packed)
+    joined, windows = 0., dry.batch(batch)
+    if how.packed: windows = windows._replace(past_mask=torch.ones(batch, spec.lookback, dtype=torch.bool))
     with few_groups(), _Step(dry.known) as step:
         plan = _Told.of(tier, step.forward)
         for step.turn in range(1 + how.later):
@@ -568,6 +591,7 @@ class _Plan:
 class _Counted:
     "A spec as `estimate` asks for it"
     spec:TFTSpec
+    packed:bool = False
 
     @property
     def parts(self) -> dict: return _parts(self.spec)
@@ -578,10 +602,11 @@ class _Counted:
         if teacher_forcing != 1:
             raise ValueError('a TFT draws no inputs of its own; leave teacher_forcing out')
         spec, dtype = self.spec, {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[item_w]
-        how = _How(dtype, item < item_w, accumulate > 1, tuple(frozen))
+        how = _How(dtype, item < item_w, accumulate > 1, tuple(frozen), self.packed)
         forward, kept, backward = _found(spec, batch, plan, how)
         grads = item_w * sum(n for part, sizes in self.parts.items() if part not in frozen for n in sizes)
-        given = {'batch': _window_bytes(spec, dtype) * batch * accumulate}
+        window = _window_bytes(spec, dtype) + self.packed * spec.lookback
+        given = {'batch': window * batch * accumulate}
         now = np.maximum(backward - grads, 0)
         return {'forward: all layers': given | {'kept': kept, 'scratch': forward - kept},
                 'backward: all layers': given | {'gradients': backward - now, 'kept and scratch': now},
@@ -593,14 +618,17 @@ def _found(spec:TFTSpec, batch:int, plan:_Plan, how:_How) -> tuple:
     rows = _rows(spec, batch, plan.tier, how)
     return tuple(map(int, _peaks([_without(row, _CHUNKED) for row in rows] if plan.least else rows)))
 
+def _ask(spec:TFTSpec, batch:int, plan:_Plan, *, packed:bool=False, **how) -> Ledger:
+    return estimate(_Counted(spec, packed), batch, plan, **how)
+
 def tier_ledger(
     spec:TFTSpec,      # form of the model
     batch:int,         # windows, B
     tier:Tier,         # what is recomputed
-    **how,             # optimizer, precision, device, ... as for `gruckpt.plan.budget.estimate`
+    **how,             # `packed=True` where pasts may begin late, and as for `gruckpt.plan.budget.estimate`
 ) -> Ledger:
-    "What a training step will hold"
-    return estimate(_Counted(spec), batch, _Plan(tier), **how)
+    "What a training step will hold; packed, at most, and exactly that where every past is whole"
+    return _ask(spec, batch, _Plan(tier), **how)
 
 # %% ../../nbs/tft/05_tiers.ipynb #7a1fe661
 _SCORES = 3    # tensors of scores that live at once in a backward pass
@@ -689,7 +717,7 @@ def _fitting(spec:TFTSpec, batch:int, limit:int, **how) -> Tier|None:
 
 def _totals(spec:TFTSpec, batch:int, n_groups:int|None, least:bool=False, **how) -> np.ndarray:
     "Bytes of a step in all of `_subsets`; `least`: or of one in any groups"
-    return estimate(_Counted(spec), batch, _Plan(None, n_groups, least), **how).total
+    return _ask(spec, batch, _Plan(None, n_groups, least), **how).total
 
 def _checked(spec:TFTSpec, batch:int, n_groups:int|None, i:int, **how) -> Tier:
     "Number `i` of `_subsets`, whose own step was counted"
@@ -777,7 +805,7 @@ def largest_batch(
     "The largest batch that fits, also where bytes fall as the batch grows by one, since a group gets shorter"
     limit = limit_bytes(limit)
     def total(b, tier, least=False):
-        return int(estimate(_Counted(spec), b, _Plan(tier, None, least), **how).total)
+        return int(_ask(spec, b, _Plan(tier, None, least), **how).total)
     shortest = _in_short_groups(spec, tier, _MOST)
     if most < 1 or total(1, shortest, True) > limit: return 0
     last = _crossing(lambda b: total(b, shortest, True), limit, 1, most)   # above it nothing fits
