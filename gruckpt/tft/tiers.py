@@ -199,12 +199,10 @@ class _Count(TorchDispatchMode):
         "The results of an operation"
         if func is _aten.randint.default: return torch.zeros((), dtype=torch.int64)     # a seed
         given = _tensors(args, kwargs)
-        if func is _aten._pack_padded_sequence.default: return self._pack(*args)
-        lengths = func is _aten.empty.memory_format and kwargs.get('dtype') is torch.int64 and len(args[0]) == 1
-        if lengths or func.overloadpacket is _aten.arange:
-            return self._real(func(*args, **kwargs), [])           # rows and steps, which torch reads
+        if func is _aten._pack_padded_sequence.default: return _pack(self, *args)
+        if _is_read(func, args, kwargs): return _on_account(self, func(*args, **kwargs), [])
         if given and func is not _aten.lift_fresh.default and not any(type(t) is _Hollow for t in given):
-            return self._real(func(*args, **kwargs), given)        # on numbers, such as a seed or a mask
+            return _on_account(self, func(*args, **kwargs), given)   # on numbers, such as a mask
         key = func, *map(_asked, args), *[(k, _asked(a)) for k, a in kwargs.items()]
         if (found := self.known.get(key)) is None:
             found = self.known[key] = _results(func, kind, rule, args, kwargs)
@@ -216,22 +214,7 @@ class _Count(TorchDispatchMode):
             outs.append(None if form is None else _Hollow(form, held))
         return outs[0] if _is_tensor(func) else outs
 
-    def _real(self, out, given:list):
-        "Results that have numbers, on the account too"
-        at = {t.untyped_storage()._cdata for t in given if type(t) is not _Hollow}
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if not isinstance(t, torch.Tensor) or (storage := t.untyped_storage())._cdata in at: continue
-            weakref.finalize(storage, self.freed, storage.nbytes(), self.grown(storage.nbytes())).atexit = False
-            at.add(storage._cdata)
-        return out
-
-    def _pack(self, x:_Hollow, lengths:torch.Tensor, batch_first:bool) -> tuple:
-        "Rows of real steps one behind the other, and how many rows each step has"
-        shape = int(lengths.sum()), *x.form.shape[2:]
-        rows = _Form(shape, _packed(shape), x.form.dtype)
-        sizes = torch.tensor([int((lengths > t).sum()) for t in range(int(lengths.max()))])
-        return _Hollow(rows, _Held(math.prod(shape) * x.itemsize, self)), self._real(sizes, [])
-
+# %% ../../nbs/tft/05_tiers.ipynb #7091891d
 @cache
 def _is_tensor(func) -> bool:
     "Is the result one tensor, not several?"
@@ -249,6 +232,28 @@ def _results(func, kind:str, rule, args:tuple, kwargs:dict) -> list:
     if found is None: return _of_torch(func, args, kwargs)
     return [(_Form(tuple(shape), _packed(shape), dtype), math.prod(shape) * dtype.itemsize, -1 - i)
             for i, (shape, dtype) in enumerate(found)]
+
+# %% ../../nbs/tft/05_tiers.ipynb #7091891e
+def _is_read(func, args:tuple, kwargs:dict) -> bool:
+    "Are these numbers of rows and steps, which torch reads?"
+    if func.overloadpacket is _aten.arange: return True
+    return func is _aten.empty.memory_format and kwargs.get('dtype') is torch.int64 and len(args[0]) == 1
+
+def _on_account(count:_Count, out, given:list):
+    "Results that have numbers, on the account too"
+    at = {t.untyped_storage()._cdata for t in given if type(t) is not _Hollow}
+    for t in out if isinstance(out, (tuple, list)) else [out]:
+        if not isinstance(t, torch.Tensor) or (storage := t.untyped_storage())._cdata in at: continue
+        weakref.finalize(storage, count.freed, storage.nbytes(), count.grown(storage.nbytes())).atexit = False
+        at.add(storage._cdata)
+    return out
+
+def _pack(count:_Count, x:_Hollow, lengths:torch.Tensor, batch_first:bool) -> tuple:
+    "Rows of real steps one behind the other, and how many rows each step has"
+    shape = int(lengths.sum()), *x.form.shape[2:]
+    rows = _Form(shape, _packed(shape), x.form.dtype)
+    sizes = torch.tensor([int((lengths > t).sum()) for t in range(int(lengths.max()))])
+    return _Hollow(rows, _Held(math.prod(shape) * x.itemsize, count)), _on_account(count, sizes, [])
 
 # %% ../../nbs/tft/05_tiers.ipynb #fded6230
 @dataclass(frozen=True)
