@@ -1,4 +1,5 @@
 """The Temporal Fusion Transformer: against an independent one, tier against tier, and trouble people had."""
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import torch
 
 from gruckpt.plan.budget import DoesNotFit
 from gruckpt.engine.certify import certify, gradient_flow
-from gruckpt.measure.meter import Meter, nbytes
+from gruckpt.measure.meter import Meter, nbytes, shadow
 from gruckpt.engine.scan import plain
 from gruckpt.tft.windows import WindowBatch
 from gruckpt.tft.model import LAYERS, TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss, to_neuralforecast
+from gruckpt.tft import tiers
 from gruckpt.tft.tiers import empty_batch, fit_tier, largest_batch, layer_costs, score_bytes, tier_ledger
 from gruckpt.tft.vsn import VSN, Select, again
 
@@ -417,6 +419,112 @@ def measured(spec, batch, tier, dtype):
 def test_predicted_bytes_are_measured_bytes(tier, batch, precision):
     predicted = tier_ledger(TINY, batch, tier, clip=False, precision=precision).peak
     assert predicted == measured(TINY, batch, tier, getattr(torch, precision))
+
+
+def by_shadow(spec, batch, tier, how):
+    "Peaks of both passes and what is kept between them, on torch's own fake tensors"
+    def step(model, batch):
+        joined = 0.
+        for _ in range(1 + how.later):
+            with Meter.phase('forward'), torch.autocast('cpu', torch.bfloat16, enabled=how.narrow):
+                loss, _ = model.loss(batch, plan=tier)
+            with Meter.phase('kept'): pass
+            with Meter.phase('backward'): loss.backward()
+            joined = joined + loss.detach()
+    model = TFT(spec, device='meta', dtype=how.dtype)
+    for name, part in model.named_children(): part.requires_grad_(name not in how.frozen)
+    found = shadow(step, model, empty_batch(spec, batch, how.dtype)).phases
+    return found['forward'], found['kept'], found['backward']
+
+
+def drawn(seed):
+    "A small question with everything that may change bytes"
+    rng = random.Random(seed)
+    heads, one_of = rng.choice([1, 2, 3]), rng.choice
+    def cats(): return tuple(rng.randint(1, 9) for _ in range(one_of([0, 0, 1, 2])))
+    spec = TFTSpec(one_of([0, 1, 3]), one_of([0, 1, 2, 7]), one_of([0, 1, 3]), heads * one_of([1, 2, 4]),
+                   heads, one_of([1, 2, 3, 5]), one_of([1, 2, 4]), one_of([(.5,), (.1, .5, .9)]),
+                   one_of([0., .1]), cats(), cats(), cats())
+    dtype, narrow = rng.choice([(torch.float32, False), (torch.float32, True), (torch.bfloat16, False),
+                                (torch.float64, False)])
+    parts = ('inputs',), ('historical_vsn',), ('lstm_encoder', 'temporal'), ('head',)
+    frozen = rng.choice([()] * 3 + list(parts))
+    tier = Tier(tuple(n for n in LAYERS if rng.random() < .5), rng.choice([None, None, 1, 2, 3, 7]),
+                rng.choice([None] * 5 + [1, 2]))
+    return spec, rng.choice([1, 2, 3, 5, 17, 300]), tier, tiers._How(dtype, narrow, rng.random() < .3, frozen)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_the_count_is_the_shadows(seed):
+    spec, batch, tier, how = drawn(seed)
+    found = tiers._peaks(tiers._rows(spec, batch, tier, how))
+    assert tuple(map(int, found)) == by_shadow(spec, batch, tier, how)
+
+
+@pytest.mark.parametrize('seed', range(100, 112))
+def test_all_tiers_come_from_a_few_steps(seed, monkeypatch):
+    "Of each stretch by arithmetic what a step of the tier's own finds; no tier is counted by itself for it"
+    monkeypatch.setattr(tiers, '_one_by_one', None)
+    spec, batch, tier, how = drawn(seed)
+    how = how._replace(frozen=())
+    subsets, _ = tiers._subsets(tiers._layers_of(spec))
+    every = tiers._every(spec, batch, tier.n_groups, how)
+    for i in random.Random(seed).sample(range(len(subsets)), 3):
+        own = tiers._peaks(tiers._rows(spec, batch, Tier(subsets[i].layers, tier.n_groups), how))
+        assert [int(np.broadcast_to(o, len(subsets))[i]) for o in every] == list(map(int, own)), subsets[i]
+
+
+def test_where_a_few_steps_do_not_tell_each_tier_is_counted(monkeypatch):
+    spec, how = TFTSpec(0, 1, 0, 2, 1, 2, 2), tiers._How(torch.float32, False, False, ())
+    want = tiers._every(spec, 2, None, how)
+    monkeypatch.setattr(tiers, '_meets', lambda *_: ('historical_vsn',))
+    tiers._every.cache_clear()
+    assert all(map(np.array_equal, tiers._every(spec, 2, None, how), want))
+    tiers._every.cache_clear()
+
+
+SIX = TFTSpec(0, 1, 0, hidden=4, heads=2, lookback=4, horizon=2)
+
+
+def test_fit_tier_is_brute_force():
+    "Six layers, every subset in every number of groups: the tier given costs least of all that fit"
+    batch, found = 700, []
+    for n_groups in tiers._groups_asked(SIX, batch):
+        names = tiers._layers_of(SIX)
+        for tier, seconds in zip(tiers._subsets(names)[0], tiers._seconds(SIX, batch, n_groups, 'cpu')):
+            tier = Tier(tier.layers, n_groups)
+            found.append((seconds, int(tier_ledger(SIX, batch, tier, clip=False).total), tier))
+    assert len(found) >= 128                                     # of two groups or one
+    sizes = sorted({n for _, n, _ in found})
+    for limit in sizes[::len(sizes) // 12] + [sizes[-1]]:
+        least = min((o for o in found if o[1] <= limit), key=lambda o: o[:2])
+        tier = fit_tier(SIX, batch, limit, clip=False)
+        given = next(o for o in found if o[2] == tier)
+        assert given[:2] == pytest.approx(least[:2], rel=1e-12)
+        assert not any(o[0] < given[0] and o[1] <= given[1] for o in found)              # dominated by none
+    with pytest.raises(DoesNotFit, match='no tier'): fit_tier(SIX, batch, sizes[0] - 1, clip=False)
+    how = tiers._How(torch.float32, False, False, ())
+    for _, _, tier in random.Random(0).sample(found, 3):
+        found = tiers._peaks(tiers._rows(SIX, batch, tier, how))
+        assert tuple(map(int, found)) == by_shadow(SIX, batch, tier, how)
+
+
+def test_the_largest_batch_is_brute_force():
+    "A group of variables gets shorter as the batch grows by one: bytes fall, and what did not fit does again"
+    spec, tier = TFTSpec(0, 3, 0, hidden=512, heads=1, lookback=16, horizon=2), Tier(LAYERS)
+    sizes = [int(tier_ledger(spec, b, tier).total) for b in range(1, 24)]
+    assert any(a > b for a, b in zip(sizes, sizes[1:]))
+    for limit in {*sizes[4:18:3], *(n - 1 for n in sizes[4:18:3])}:
+        want = max(b for b, n in enumerate(sizes, 1) if n <= limit)
+        assert largest_batch(spec, tier, limit, most=23) == want
+
+
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+def test_300_columns_are_refused_at_once(device):
+    wide = TFTSpec(0, 298, 0)
+    with pytest.raises(DoesNotFit, match='no tier for batch 40 fits in 500.00 MiB') as e:
+        fit_tier(wide, 40, '500MiB', device=device)
+    assert e.value.ledger.total > 500 * 2**20 and e.value.plan != Tier.off
 
 
 def test_the_table_finds_the_vsn():

@@ -385,6 +385,16 @@ def _refuse(
 _KEEPS_ELEMENTS = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default,
                    _aten.binary_cross_entropy.default}
 
+_KEEPS_STATISTICS = {_aten.native_layer_norm.default: 2, _aten.native_batch_norm.default: 1,
+                     _aten._native_batch_norm_legit.default: 1,
+                     _aten._native_batch_norm_legit.no_stats: 1, _aten.native_group_norm.default: 1}
+
+def _with_statistics(func, args, out):
+    "Means and deviations of 16-bit rows are kept in the type of the weights, where those are wider"
+    weight = next((t for t in args[_KEEPS_STATISTICS[func]:] if isinstance(t, torch.Tensor)), None)
+    if weight is None or weight.dtype == args[0].dtype: return out
+    return type(out)([out[0], *[t.new_empty(t.shape, dtype=weight.dtype) for t in out[1:]]])
+
 class _Rules(TorchDispatchMode):
     "Corrects fake tensors where a CPU keeps more than they say, and refuses what they cannot follow"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -393,6 +403,7 @@ class _Rules(TorchDispatchMode):
         given = _flat((args, *kwargs.values()))
         if func is not _aten.lift_fresh.default: _refuse(func, given)
         out = func(*args, **kwargs)
+        if func in _KEEPS_STATISTICS: out = _with_statistics(func, args, out)
         for t in _flat((out,)):
             if t.layout is not torch.strided:
                 raise NotFollowed(f'{func} makes a sparse tensor, whose size depends on values: a Meter can')

@@ -6,18 +6,26 @@
 __all__ = ['empty_batch', 'LayerCost', 'layer_costs', 'tier_ledger', 'score_bytes', 'TierDoesNotFit', 'fit_tier', 'largest_batch']
 
 # %% ../../nbs/tft/05_tiers.ipynb #c821eb12
+import math
+import weakref
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..plan.budget import DoesNotFit, Ledger, smaller_batch, limit_bytes, estimate
-from ..measure.meter import Meter, human, nbytes, shadow
+from ..plan.budget import RATES, DoesNotFit, Ledger, smaller_batch, limit_bytes, estimate
+from ..engine.cells import LSTMCell
+from ..plan.segment import Work, default_chunk_len
+from ..measure.meter import NotFollowed, human, nbytes
 from .windows import WindowBatch
 from .model import LAYERS, TFT, TFTSpec, Tier
+from .vsn import default_group_len, few_groups
 
 # %% ../../nbs/tft/05_tiers.ipynb #fec77a84
 def empty_batch(
@@ -35,42 +43,278 @@ def empty_batch(
                        codes(Lb + H, len(spec.known_cats)), reals(Lb), reals(H),
                        torch.ones(batch, H, dtype=torch.bool, device=device), None, codes())
 
-# %% ../../nbs/tft/05_tiers.ipynb #fc73e9f2
-class _Flops(TorchDispatchMode):
-    "Counts the operations of matmuls while it is the active mode"
-    def __init__(self):
-        super().__init__()
-        self.n = 0
+# %% ../../nbs/tft/05_tiers.ipynb #9cef338d
+class _Form(NamedTuple):
+    "What is known of a tensor"
+    shape:tuple
+    strides:tuple
+    dtype:torch.dtype
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func.overloadpacket)) is not None:
-            self.n += count(*args, **(kwargs or {}), out_val=out)
+class _Held:
+    "Bytes of one storage, on an account while anything holds it"
+    __slots__ = 'n', 'account', 'born'
+    def __init__(self, n:int, account): self.n, self.account, self.born = n, account, account.grown(n)
+    def __del__(self): self.account.freed(self.n, self.born)
+
+class _Hollow(torch.Tensor):
+    "A CPU's tensor with a form and no numbers"
+    @staticmethod
+    def __new__(cls, form:_Form, held:_Held|None, requires_grad:bool=False):
+        out = torch.Tensor._make_wrapper_subclass(cls, form.shape, strides=form.strides, dtype=form.dtype,
+                                                  device='cpu', requires_grad=requires_grad)
+        out.form, out.held = form, held
         return out
 
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotFollowed(f'{func} met a tensor without numbers, and nothing counts here')
+
+def _form(t:torch.Tensor) -> _Form:
+    return t.form if type(t) is _Hollow else _Form(tuple(t.shape), t.stride(), t.dtype)
+
+def _hollow(t:torch.Tensor) -> _Hollow:
+    "Of the form of `t`, on no account"
+    return _Hollow(_form(t), None, t.requires_grad)
+
+# %% ../../nbs/tft/05_tiers.ipynb #77eb70b6
+def _packed(shape:tuple) -> tuple:
+    "Strides of a tensor that lies row by row"
+    out, n = [], 1
+    for size in reversed(shape):
+        out.append(n)
+        n *= max(size, 1)
+    return tuple(out[::-1])
+
+def _plain(*forms:_Form) -> bool:
+    "Do these lie row by row, in one floating-point type?"
+    dtype = forms[0].dtype
+    return dtype.is_floating_point and all(f.dtype is dtype and f.strides == _packed(f.shape) for f in forms)
+
+def _each(*args):
+    forms = [a for a in args if type(a) is _Form]
+    return [(torch.broadcast_shapes(*[f.shape for f in forms]), forms[0].dtype)] if _plain(*forms) else None
+def _like(form, *_): return [(form.shape, form.dtype)] if _plain(form) else None
+def _glu(form, dim=-1):
+    return [((*form.shape[:-1], form.shape[-1] // 2), form.dtype)] if dim == -1 and _plain(form) else None
+def _sum(form, dims, keep=False):
+    at = {d % len(form.shape) for d in dims}
+    shape = [1 if i in at else n for i, n in enumerate(form.shape) if keep or i not in at]
+    return [(tuple(shape), form.dtype)] if dims and _plain(form) else None
+def _mm(a, b): return [((a.shape[0], b.shape[1]), a.dtype)]
+def _bmm(a, b): return [((*a.shape[:2], b.shape[2]), a.dtype)]
+def _norm(x, dims, weight, bias, eps):
+    if not _plain(x): raise NotFollowed('a layer norm of rows that do not lie one behind the other')
+    stats = (*x.shape[:-len(dims)], *[1] * len(dims)), x.dtype if weight is None else weight.dtype
+    return [(x.shape, x.dtype), stats, stats]
+
+def _norm_back(grad, x, dims, mean, rstd, weight, bias, wanted):
+    if not (all(wanted) and _plain(grad, x)): return None
+    return [(x.shape, x.dtype), (weight.shape, weight.dtype), (bias.shape, bias.dtype)]
+
+_RULES = {name: rule for rule, names in {
+    _each: 'mul.Tensor add.Tensor sub.Tensor div.Tensor addcmul elu_backward sigmoid_backward tanh_backward',
+    _like: 'elu sigmoid tanh neg _softmax _softmax_backward_data masked_fill.Scalar', _glu: 'glu',
+    _sum: 'sum.dim_IntList', _mm: 'mm', _bmm: 'bmm',
+    _norm: 'native_layer_norm'}.items() for name in names.split()}
+_RULES |= {'addmm': lambda bias, a, b: _mm(a, b), 'baddbmm': lambda bias, a, b: _bmm(a, b),
+           'glu_backward': lambda grad, x, dim: _like(x),
+           'native_layer_norm_backward': _norm_back}
+
+# %% ../../nbs/tft/05_tiers.ipynb #3b09df90
+_aten = torch.ops.aten
+
+@cache
+def _kind(
+    func,          # an operation
+) -> tuple:        # ('writes', position or name), ('parts', None), ('views', None) or ('makes', rule or None)
+    "What an operation does to storages"
+    schema, name = func._schema, str(func).removeprefix('aten.').removesuffix('.default')
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has(func.name(), 'CompositeImplicitAutograd') and not has(func.name(), 'CPU'): return 'parts', None
+    written = [(a.name if a.kwarg_only else i) for i, a in enumerate(schema.arguments)
+               if a.alias_info is not None and a.alias_info.is_write]
+    if len(written) > 1 or written and torch.Tag.inplace_view in func.tags:
+        raise NotFollowed(f'{func} changes more than numbers; it is not counted')
+    if written: return 'writes', written[0]
+    if any(r.alias_info is not None for r in schema.returns): return 'views', None
+    return 'makes', _RULES.get(name)
+
+def _tensors(args:tuple, kwargs:dict) -> list:
+    found = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, torch.Tensor): found.append(a)
+        elif type(a) in (list, tuple): found += [o for o in a if isinstance(o, torch.Tensor)]
+    return found
+
+def _of_torch(func, args:tuple, kwargs:dict) -> list:
+    "(form, bytes, number of the argument or, below 0, of the result whose storage it shares) of each result"
+    made = []
+    def one(a):
+        if not isinstance(a, torch.Tensor): return a
+        shape, strides, dtype = _form(a)
+        made.append(torch.empty_strided(shape, strides, dtype=dtype, device='meta'))
+        return made[-1]
+    def twin(a): return [*map(one, a)] if type(a) in (list, tuple) else one(a)
+    args, kwargs = [*map(twin, args)], {k: twin(a) for k, a in kwargs.items()}
+    if 'device' in kwargs or not made: kwargs['device'] = 'meta'
+    out = func(*args, **kwargs)
+    at, found = {t.untyped_storage()._cdata: i for i, t in enumerate(made)}, []
+    for t in out if isinstance(out, (tuple, list)) else [out]:
+        if t is None:                                               # a gradient that nobody wants
+            found.append((None, 0, 0))
+            continue
+        storage = t.untyped_storage()
+        found.append((_form(t), storage.nbytes(), at.setdefault(storage._cdata, -1 - len(found))))
+    return found
+
+# %% ../../nbs/tft/05_tiers.ipynb #7091891c
+class _Count(TorchDispatchMode):
+    "Counts bytes while it is the active mode; `known` remembers what operations make"
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool: return False           # no compiler comes here, so no wrapper
+
+    def __init__(self, known:dict, flops:bool=False):
+        super().__init__()
+        self.known, self.live, self.high, self.flops = known, 0, 0, 0 if flops else None
+
+    def grown(self, n:int):
+        self.live += n
+        self.high = max(self.high, self.live)
+
+    def freed(self, n:int, born): self.live -= n
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, (kind, how) = kwargs or {}, _kind(func)
+        if kind == 'parts':
+            with self: return func.decompose(*args, **kwargs)
+        out = (kwargs[how] if type(how) is str else args[how]) if kind == 'writes' else None
+        if type(out) is not _Hollow: out = self._made(func, kind, how, args, kwargs)
+        if self.flops is not None and func.overloadpacket in flop_registry:
+            self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        return out
+
+    def _made(self, func, kind:str, rule, args:tuple, kwargs:dict):
+        "The results of an operation"
+        if func is _aten.randint.default: return torch.zeros((), dtype=torch.int64)     # a seed
+        given = _tensors(args, kwargs)
+        if func is _aten._pack_padded_sequence.default: return _pack(self, *args)
+        if _is_read(func, args, kwargs): return _on_account(self, func(*args, **kwargs), [])
+        if given and func is not _aten.lift_fresh.default and not any(type(t) is _Hollow for t in given):
+            return _on_account(self, func(*args, **kwargs), given)   # on numbers, such as a mask
+        key = func, *map(_asked, args), *[(k, _asked(a)) for k, a in kwargs.items()]
+        if (found := self.known.get(key)) is None:
+            found = self.known[key] = _results(func, kind, rule, args, kwargs)
+        outs = []
+        for form, n, at in found:
+            if form is None: held = None
+            elif at >= 0: held = given[at].held if type(given[at]) is _Hollow else _Held(n, self)
+            else: held = _Held(n, self) if at == -1 - len(outs) else outs[-1 - at].held
+            outs.append(None if form is None else _Hollow(form, held))
+        return outs[0] if _is_tensor(func) else outs
+
+# %% ../../nbs/tft/05_tiers.ipynb #7091891d
+@cache
+def _is_tensor(func) -> bool:
+    "Is the result one tensor, not several?"
+    returns = func._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+
+def _asked(a):
+    "An argument as part of a question"
+    if isinstance(a, torch.Tensor): return _form(a)
+    return tuple(map(_asked, a)) if type(a) in (list, tuple) else None if type(a) is torch.Generator else a
+
+def _results(func, kind:str, rule, args:tuple, kwargs:dict) -> list:
+    "As `_of_torch`, by a rule where there is one"
+    found = rule(*map(_asked, args)) if rule and not kwargs else None
+    if found is None: return _of_torch(func, args, kwargs)
+    return [(_Form(tuple(shape), _packed(shape), dtype), math.prod(shape) * dtype.itemsize, -1 - i)
+            for i, (shape, dtype) in enumerate(found)]
+
+# %% ../../nbs/tft/05_tiers.ipynb #7091891e
+def _is_read(func, args:tuple, kwargs:dict) -> bool:
+    "Are these numbers of rows and steps, which torch reads?"
+    if func.overloadpacket is _aten.arange: return True
+    return func is _aten.empty.memory_format and kwargs.get('dtype') is torch.int64 and len(args[0]) == 1
+
+def _on_account(count:_Count, out, given:list):
+    "Results that have numbers, on the account too"
+    at = {t.untyped_storage()._cdata for t in given if type(t) is not _Hollow}
+    for t in out if isinstance(out, (tuple, list)) else [out]:
+        if not isinstance(t, torch.Tensor) or (storage := t.untyped_storage())._cdata in at: continue
+        weakref.finalize(storage, count.freed, storage.nbytes(), count.grown(storage.nbytes())).atexit = False
+        at.add(storage._cdata)
+    return out
+
+def _pack(count:_Count, x:_Hollow, lengths:torch.Tensor, batch_first:bool) -> tuple:
+    "Rows of real steps one behind the other, and how many rows each step has"
+    shape = int(lengths.sum()), *x.form.shape[2:]
+    rows = _Form(shape, _packed(shape), x.form.dtype)
+    sizes = torch.tensor([int((lengths > t).sum()) for t in range(int(lengths.max()))])
+    return _Hollow(rows, _Held(math.prod(shape) * x.itemsize, count)), _on_account(count, sizes, [])
+
 # %% ../../nbs/tft/05_tiers.ipynb #fded6230
+@dataclass(frozen=True)
+class _OneStep(LSTMCell):
+    "An LSTM that walks one step: all work in place on what is there, so that one tells the bytes of many"
+    def advance(self, gates, prev, new, w, order):
+        super().advance(gates[:1], [s[:1] for s in prev], [s[:1] for s in new], w, range(1))
+
+    def reverse(self, factors, kept, dout, dstate, w, order):
+        kept, dout = [k if k is None else k[:1] for k in kept], None if dout is None else dout[:1]
+        super().reverse(factors[:1], kept, dout, dstate, w, range(1))
+
+class _Dry:
+    "A model without numbers, and what is known of operations on it"
+    def __init__(self, spec:TFTSpec, dtype:torch.dtype):
+        self.spec, self.dtype, self.known, self.model = spec, dtype, {}, TFT(spec, device='meta', dtype=dtype)
+        for m in self.model.modules():
+            m._parameters.update({name: _hollow(p) for name, p in m._parameters.items() if p is not None})
+
+    def batch(self, n:int) -> WindowBatch:
+        found = empty_batch(self.spec, n, self.dtype)
+        return WindowBatch(*[_hollow(t) if isinstance(t, torch.Tensor) else t for t in found])
+
+    def walk(self, one_step:bool):
+        "How the LSTMs go; a single step takes another way, which is left to it"
+        model, spec = self.model, self.spec
+        for rnn, n in (model.lstm_encoder, spec.lookback), (model.lstm_decoder, spec.horizon):
+            rnn.cell = _OneStep() if one_step and n > 1 else LSTMCell()
+
+    def freeze(self, parts:tuple):
+        "Train what is in none of these parts, from no gradients on"
+        for name, part in self.model.named_children():
+            for p in part.parameters(): p.requires_grad, p.grad = name not in parts, None
+
+@lru_cache(8)
+def _dry(spec:TFTSpec, dtype:torch.dtype) -> _Dry: return _Dry(spec, dtype)
+
+# %% ../../nbs/tft/05_tiers.ipynb #2929cb2b
 _MODULES = dict(zip(LAYERS, (*LAYERS[:6], 'temporal', 'temporal', 'attention')))    # the last but one: twice
 
-def _watch(model:TFT, read:Callable) -> list:
-    "Hooks that append (module's name, what `read` says before it, after it) to the list returned"
-    rows, before = [], []
+def _watch(model:TFT, read:Callable) -> tuple:
+    "(list of (module's name, what `read` says before it, after it), to be filled by hooks; the hooks)"
+    rows, before, hooks = [], [], []
     def start(module, args): before.append(read())
     def stop(name, module, args, out): rows.append((name, before.pop(), read()))
     for name in set(_MODULES.values()):
         if not hasattr(model, name): continue
-        getattr(model, name).register_forward_pre_hook(start)
-        getattr(model, name).register_forward_hook(partial(stop, name))
-    return rows
+        hooks.append(getattr(model, name).register_forward_pre_hook(start))
+        hooks.append(getattr(model, name).register_forward_hook(partial(stop, name)))
+    return rows, hooks
 
 def _forward_costs(spec:TFTSpec, batch:int, tier:Tier) -> dict:
-    "Layer → (bytes that it left alive, operations) in a forward pass"
-    found = []
-    def run(model, batch):
-        with Meter() as meter, _Flops() as flops:
-            rows = _watch(model, lambda: (meter.live, flops.n))
-            model.loss(batch, plan=tier)
-        found.extend(rows)
-    shadow(run, TFT(spec, device='meta'), empty_batch(spec, batch))
+    "Layer → (bytes that it left alive, operations) in a forward pass; groups change neither"
+    dry = _dry(spec, torch.float32)
+    dry.freeze(())
+    dry.walk(one_step=False)
+    with _Count(dry.known, flops=True) as count:
+        found, hooks = _watch(dry.model, lambda: (count.live, count.flops))
+        try: dry.model.loss(dry.batch(batch), plan=Tier(tier.layers, n_groups=1))
+        finally:
+            for hook in hooks: hook.remove()
     names = [n for n in LAYERS if any(_MODULES[n] == m for m, *_ in found)]
     by_module = {m: [row[1:] for row in found if row[0] == m] for m, *_ in found}
     def of(name): return by_module[_MODULES[name]].pop(0)
@@ -91,79 +335,305 @@ class LayerCost:
         The same if it is recomputed.
     work : float
         Operations of its forward pass as a share of a training step's.
+    flops : int
+        These operations.
     """
     name:str
     kept:int
     again:int
     work:float
+    flops:int
 
     @property
     def saved(self) -> int: "Bytes that recomputing saves"; return self.kept - self.again
 
 @cache
+def _flops(spec:TFTSpec) -> dict:
+    "Layer → operations of a forward pass: (those of weights alone, more with each window)"
+    def of(n): return {name: flops for name, (_, flops) in _forward_costs(spec, n, Tier.off).items()}
+    two, three = of(2), of(3)
+    return {name: (n - 2*(three[name] - n), three[name] - n) for name, n in two.items()}
+
+@lru_cache(64)
 def layer_costs(
     spec:TFTSpec,       # form of the model
-    batch:int=1,        # windows; bytes grow with it, work does not
+    batch:int=1,        # windows; bytes and operations grow with it
 ) -> tuple:             # a `LayerCost` for each layer of the model, most bytes saved for its work first
-    "The table from which a tier is chosen"
+    "What recomputing a layer saves, and what it costs"
     kept, again = (_forward_costs(spec, batch, tier) for tier in (Tier.off, Tier.full))
     step = 3 * sum(flops for _, flops in kept.values())          # forward, and twice that backward
-    rows = [LayerCost(n, kept[n][0], again[n][0], kept[n][1] / step) for n in kept]
+    rows = [LayerCost(n, kept[n][0], again[n][0], kept[n][1] / step, kept[n][1]) for n in kept]
     return tuple(sorted(rows, key=lambda r: -r.saved / max(r.work, 1e-6)))
 
 # %% ../../nbs/tft/05_tiers.ipynb #b839327b
-def _peaks(spec:TFTSpec, batch:int, tier:Tier, dtype:torch.dtype, narrow:bool, later:bool) -> tuple:
-    "(peak of the forward pass, what stays for the way back, peak of that); `later`: of a second micro-batch"
-    def step(model, batch):
-        joined = 0.
-        for _ in range(1 + later):
-            with Meter.phase('forward'), torch.autocast('cpu', torch.bfloat16, enabled=narrow):
-                loss, _ = model.loss(batch, plan=tier)
-            with Meter.phase('kept'): pass
-            with Meter.phase('backward'): loss.backward()
+class _Row(NamedTuple):
+    "A stretch of a step: bytes that it rose to and that it left, beyond its start"
+    place:tuple    # (micro-batch, 'forward', 'left', 'casts', 'kept', 'backward' or 'after', layer)
+    rise:int
+    change:int
+
+class _Step(_Count):
+    "A count that is kept by layer"
+    def __init__(self, known:dict):
+        super().__init__(known)
+        self.turn, self.phase, self.place, self.rows, self.casts = 0, None, None, [], {}
+
+    def begin(self, phase:str, layer:str):
+        "A stretch begins, unless it is the one that runs"
+        if (place := (self.turn, phase, layer)) == self.place: return
+        self.rows.append([place, self.live, self.live])
+        self.place, self.phase, self.layer = place, phase, layer
+
+    def forward(self, layer:str):
+        if layer == 'start': self.numbers, self.layers = [], []
+        self.numbers.append(torch._C._autograd._get_sequence_nr())
+        self.layers.append(layer)
+        self.begin('forward', layer)
+
+    def _find(self):
+        "On the way back: whose node runs? One that was made meanwhile belongs to the node that made it"
+        if self.phase != 'backward' or (node := torch._C._current_autograd_node()) is None: return
+        if (number := node._sequence_nr()) < self.end:
+            self.begin('backward', self.layers[max(bisect_right(self.numbers, number) - 1, 0)])
+
+    def grown(self, n:int) -> str:
+        self._find()
+        self.live += n
+        self.rows[-1][2] = max(self.rows[-1][2], self.live)
+        return self.layer
+
+    def freed(self, n:int, born:str):
+        self._find()
+        self.live -= n
+        if self.phase == 'casts': self.casts[self.turn, born] = self.casts.get((self.turn, born), 0) - n
+
+    def done(self) -> tuple:
+        "What was found; copies of weights that autocast drops at its end, by the layer that made them"
+        if len({place for place, *_ in self.rows}) < len(self.rows):
+            raise NotFollowed('a layer runs in two pieces')
+        ends, found = [start for _, start, _ in self.rows[1:]] + [self.live], []
+        for (place, start, high), end in zip(self.rows, ends):
+            turn, phase, _ = place
+            if phase != 'casts': found.append(_Row(place, high - start, end - start))
+            else: found += [_Row((turn, phase, o), 0, self.casts.get((turn, o), 0)) for o in self.layers]
+        return tuple(found)
+
+# %% ../../nbs/tft/05_tiers.ipynb #77c90c12
+class _Layers(tuple):
+    "Names of layers that say which one is looked for"
+    def __contains__(self, name:str) -> bool:
+        self.told(name)
+        return super().__contains__(name)
+
+@dataclass(frozen=True)
+class _Told:
+    "A tier that says which layer is about to run"
+    layers:_Layers
+    n_groups:int|None
+    seg_len:int|None
+
+    @classmethod
+    def of(cls, tier:Tier, told:Callable) -> '_Told':
+        layers = _Layers(tier.layers)
+        layers.told = told
+        return cls(layers, tier.n_groups, tier.seg_len)
+
+class _How(NamedTuple):
+    "What changes the bytes of the two passes"
+    dtype:torch.dtype    # of the weights
+    narrow:bool          # autocast to 16 bits?
+    later:bool           # is it a second micro-batch, onto gradients that are there?
+    frozen:tuple         # parts that are not trained
+    packed:bool = False  # may pasts begin late? Then steps are packed; most bytes if they are all there
+
+@lru_cache(1024)
+def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
+    "The stretches of a step, in order"
+    dry = _dry(spec, how.dtype)
+    dry.freeze(how.frozen)
+    dry.walk(one_step=tier.seg_len is None and not how.packed)
+    joined, windows = 0., dry.batch(batch)
+    if how.packed: windows = windows._replace(past_mask=torch.ones(batch, spec.lookback, dtype=torch.bool))
+    with few_groups(), _Step(dry.known) as step:
+        plan = _Told.of(tier, step.forward)
+        for step.turn in range(1 + how.later):
+            step.forward('start')
+            with torch.autocast('cpu', torch.bfloat16, enabled=how.narrow):
+                fresh = dry.model.loss(windows, plan=plan)[0]
+                step.begin('left', 'all')                          # what the graph before still held goes
+                loss = fresh
+                del fresh
+                step.begin('casts', 'all')
+            step.begin('kept', 'all')
+            step.end = torch._C._autograd._get_sequence_nr()
+            step.begin('backward', 'start of it')
+            loss.backward()
+            step.begin('after', 'all')
             joined = joined + loss.detach()
-    found = shadow(step, TFT(spec, device='meta', dtype=dtype), empty_batch(spec, batch, dtype)).phases
+        found = step.done()
+    dry.freeze(())
+    return found
+
+# %% ../../nbs/tft/05_tiers.ipynb #9d9234e9
+def _peaks(rows) -> tuple:
+    "(peak of the forward pass, what stays for the way back, peak of that); `rows` may hold arrays"
+    live, found = 0, {}
+    for (_, phase, _), rise, change in rows:
+        found[phase] = np.maximum(found.get(phase, 0), live + rise)
+        live = live + change
     return found['forward'], found['kept'], found['backward']
 
-@cache
-def _moments(spec:TFTSpec, batch:int, tier:Tier, item_w:int, item:int, accumulate:int=1) -> dict:
-    "Bytes by name at the fullest moments of forward and backward pass"
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[item_w]
-    forward, kept, backward = _peaks(spec, batch, tier, dtype, item < item_w, accumulate > 1)
-    grads = item_w * sum(_sizes(spec))
-    given = {'batch': nbytes(empty_batch(spec, 1, dtype)) * batch * accumulate}
-    now = max(backward - grads, 0)
-    return {'forward: all layers': given | {'kept': kept, 'scratch': forward - kept},
-            'backward: all layers': given | {'gradients': backward - now, 'kept and scratch': now},
-            'update: begins': given | {'loss': max(item_w, 4)}}
+# %% ../../nbs/tft/05_tiers.ipynb #5af880e1
+_BESIDE = {'lstm_encoder': 'historical_encoder', 'lstm_decoder': 'future_encoder',
+           'historical_encoder': 'future_encoder', 'future_encoder': 'historical_encoder'}
+_CHAIN = ('historical_encoder', 'lstm_decoder'), ('future_encoder', 'lstm_encoder')   # every other one
+_OTHERS = tuple(n for n in LAYERS if n not in sum(_CHAIN, ()))
+
+def _single(spec:TFTSpec, batch:int) -> bool: return 1 in (batch, spec.lookback, spec.horizon)
 
 @cache
-def _sizes(spec:TFTSpec) -> tuple:
-    "Numbers in each parameter"
-    return tuple(p.numel() for p in TFT(spec, device='meta').parameters())
+def _steps_for(single:bool) -> tuple:
+    "Tiers in whose steps all stretches are found"
+    def of(a, b, c): return Tier(_CHAIN[0] * a + _CHAIN[1] * b + _OTHERS * (a ^ b ^ c))
+    return tuple(of(a, b, c) for c in range(1 + single) for a in (0, 1) for b in (0, 1))
+
+def _meets(place:tuple, single:bool) -> tuple:
+    "Layers whose being recomputed a stretch depends on"
+    _, phase, own = place
+    if (phase, own) == ('forward', LAYERS[-1]):                    # where all that no layer holds is let go
+        return own, *(('historical_encoder', 'future_encoder') if single else ())
+    return (own, _BESIDE[own]) if own in _BESIDE else (own,)
+
+@cache
+def _subsets(names:tuple) -> tuple:
+    "(all tiers of these layers, tiers x layers: is it recomputed?)"
+    bits = (np.arange(2**len(names))[:, None] >> np.arange(len(names))) & 1
+    return tuple(Tier(tuple(n for n, on in zip(names, row) if on)) for row in bits), bits
+
+def _layers_of(spec:TFTSpec) -> tuple:
+    "The layers that a model has"
+    absent = (LAYERS[:1] + LAYERS[3:4]) * (not spec.n_static) + LAYERS[2:3] * (not spec.n_future)
+    return tuple(n for n in LAYERS if n not in absent)
+
+# %% ../../nbs/tft/05_tiers.ipynb #572b5e05
+def _in_all(rows:tuple, tiers:tuple, layers:tuple, on:dict) -> _Row:
+    "One stretch in all tiers, out of the same in some; `on` says of a layer in which tiers it is recomputed"
+    (place, *_), seen = rows[0], {}
+    for row, tier in zip(rows, tiers, strict=True):
+        at = sum((n in tier.layers) << i for i, n in enumerate(layers))
+        if row.place != place or seen.setdefault(at, row) != row:
+            raise NotFollowed(f'the bytes of {place[2]} depend on more than {", ".join(layers)}')
+    if len(seen) == 1: return rows[0]
+    at = sum(on[n] << i for i, n in enumerate(layers) if n in on)
+    rise, change = (np.array([getattr(seen.get(i, rows[0]), k) for i in range(1 << len(layers))])[at]
+                    for k in ('rise', 'change'))
+    return _Row(place, rise, change)
+
+def _composed(spec:TFTSpec, single:bool, steps:list) -> list:
+    "The stretches of all tiers; a graph leaves what it still held behind, and that is what goes later"
+    names, tiers, found, left = _layers_of(spec), _steps_for(single), [], 0
+    on, all_left = dict(zip(names, _subsets(names)[1].T)), [0] * len(steps)
+    for rows in zip(*steps, strict=True):
+        if rows[0].place[:2] == (1, 'left'):
+            always = {a + row.change for a, row in zip(all_left, rows)}
+            if len(always) > 1: raise NotFollowed('a graph leaves more behind than its stretches say')
+            found.append(rows[0]._replace(change=always.pop() - left))
+            continue
+        found.append(_in_all(rows, tiers, _meets(rows[0].place, single), on))
+        if found[-1].place[0]: continue
+        left, all_left = left + found[-1].change, [a + r.change for a, r in zip(all_left, rows)]
+    return found
+
+# %% ../../nbs/tft/05_tiers.ipynb #217db3e1
+_SELECTIONS = LAYERS[:3]
+_CHUNKED = LAYERS[4:6]              # these go in chunks of time, the selections in groups of variables
+
+def _steps(spec:TFTSpec, batch:int, n_groups:int|None, how:_How) -> list:
+    "Rows of the steps of `_steps_for`; other groups change only what selections rise to: two steps do"
+    tiers = _steps_for(_single(spec, batch))
+    if n_groups is None: return [_rows(spec, batch, tier, how) for tier in tiers]
+    off, on = (_rows(spec, batch, Tier(tier.layers, n_groups), how) for tier in tiers[:2])
+    def of(tier, rows):
+        now = on if _SELECTIONS[1] in tier.layers else off
+        return tuple(a if a.place[2] in _SELECTIONS else b for a, b in zip(now, rows, strict=True))
+    return [of(*pair) for pair in zip(tiers, _steps(spec, batch, None, how))]
+
+@lru_cache(64)
+def _every(spec:TFTSpec, batch:int, n_groups:int|None, how:_How, least:bool=False) -> tuple:
+    "As `_peaks`, an array each, for all tiers of `_subsets`; `least`: no groups make it less"
+    try: rows = _composed(spec, _single(spec, batch), _steps(spec, batch, n_groups, how))
+    except NotFollowed: return _one_by_one(spec, batch, n_groups, how)
+    return _peaks([_without(row, _SELECTIONS) for row in rows] if least else rows)
+
+def _one_by_one(spec:TFTSpec, batch:int, n_groups:int|None, how:_How) -> tuple:
+    "A step of every tier, where four do not tell of all: slow, and always right"
+    steps = [_rows(spec, batch, Tier(t.layers, n_groups), how) for t in _subsets(_layers_of(spec))[0]]
+    return tuple(map(np.array, zip(*map(_peaks, steps))))
+
+def _without(row:_Row, layers:tuple) -> _Row:
+    "A row of these layers without what it held meanwhile; any other as it is"
+    return row._replace(rise=np.maximum(row.change, 0)) if row.place[2] in layers else row
 
 # %% ../../nbs/tft/05_tiers.ipynb #7fade07e
+@cache
+def _parts(spec:TFTSpec) -> dict:
+    "Part of the model → numbers in each of its parameters"
+    model = TFT(spec, device='meta')
+    return {name: tuple(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+
+@cache
+def _window_bytes(spec:TFTSpec, dtype:torch.dtype) -> int: return nbytes(empty_batch(spec, 1, dtype))
+
+@dataclass(frozen=True)
+class _Plan:
+    "What is recomputed, as `estimate` asks for it; without a tier all of `_subsets`, in arrays"
+    tier:Tier|None
+    n_groups:int|None = None
+    least:bool = False           # bytes below which no groups go; of one tier, no chunks
+    n_segments:int = 1
+
 @dataclass(frozen=True)
 class _Counted:
     "A spec as `estimate` asks for it"
     spec:TFTSpec
+    packed:bool = False
 
     @property
-    def sizes(self) -> tuple: return _sizes(self.spec)
+    def parts(self) -> dict: return _parts(self.spec)
+    @property
+    def sizes(self) -> tuple: return sum(self.parts.values(), ())
 
-    def moments(self, batch, tier, item_w, item, frozen=(), *, accumulate=1, teacher_forcing=1., **_) -> dict:
+    def moments(self, batch, plan, item_w, item, frozen=(), *, accumulate=1, teacher_forcing=1., **_) -> dict:
         if teacher_forcing != 1:
             raise ValueError('a TFT draws no inputs of its own; leave teacher_forcing out')
-        return dict(_moments(self.spec, batch, tier, item_w, item, accumulate))
+        spec, dtype = self.spec, {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[item_w]
+        how = _How(dtype, item < item_w, accumulate > 1, tuple(frozen), self.packed)
+        forward, kept, backward = _found(spec, batch, plan, how)
+        grads = item_w * sum(n for part, sizes in self.parts.items() if part not in frozen for n in sizes)
+        window = _window_bytes(spec, dtype) + self.packed * spec.lookback
+        given = {'batch': window * batch * accumulate}
+        now = np.maximum(backward - grads, 0)
+        return {'forward: all layers': given | {'kept': kept, 'scratch': forward - kept},
+                'backward: all layers': given | {'gradients': backward - now, 'kept and scratch': now},
+                'update: begins': given | {'loss': max(item_w, 4)}}
+
+def _found(spec:TFTSpec, batch:int, plan:_Plan, how:_How) -> tuple:
+    "As `_peaks`, of one tier or of all"
+    if plan.tier is None: return _every(spec, batch, plan.n_groups, how, plan.least)
+    rows = _rows(spec, batch, plan.tier, how)
+    return tuple(map(int, _peaks([_without(row, _CHUNKED) for row in rows] if plan.least else rows)))
+
+def _ask(spec:TFTSpec, batch:int, plan:_Plan, *, packed:bool=False, **how) -> Ledger:
+    return estimate(_Counted(spec, packed), batch, plan, **how)
 
 def tier_ledger(
     spec:TFTSpec,      # form of the model
     batch:int,         # windows, B
     tier:Tier,         # what is recomputed
-    **how,             # optimizer, precision, device, ... as for `gruckpt.plan.budget.estimate`
+    **how,             # `packed=True` where pasts may begin late, and as for `gruckpt.plan.budget.estimate`
 ) -> Ledger:
-    "What a training step will hold"
-    return estimate(_Counted(spec), batch, tier, **how)
+    "What a training step will hold; packed, at most, and exactly that where every past is whole"
+    return _ask(spec, batch, _Plan(tier), **how)
 
 # %% ../../nbs/tft/05_tiers.ipynb #7a1fe661
 _SCORES = 3    # tensors of scores that live at once in a backward pass
@@ -177,15 +647,36 @@ def score_bytes(
     return batch * spec.heads * spec.horizon * (spec.lookback + spec.horizon) * item
 
 # %% ../../nbs/tft/05_tiers.ipynb #da08835f
-def _ladder(costs:tuple) -> list:
-    "(tier, bytes that it saves) of the subsets that save more than any of less work; off first"
-    subsets, best, rungs = [()], -1, []
-    for row in costs: subsets += [s + (row,) for s in subsets]
-    for s in sorted(subsets, key=lambda s: (sum(r.work for r in s), -sum(r.saved for r in s))):
-        if (saved := sum(r.saved for r in s)) <= best: continue
-        best = saved
-        rungs.append((Tier(tuple(r.name for r in s)), saved))
-    return rungs
+_KERNELS = 13, 38    # of a group: on the way there, on the way back
+
+def _n_groups(spec:TFTSpec, batch:int, n_groups:int|None) -> dict:
+    "Variable selection → (groups of its continuous variables, of its categories), as the layer cuts them"
+    steps = {'static_vsn': 1, 'historical_vsn': spec.lookback, 'future_vsn': spec.horizon}
+    past = spec.observed + spec.known + 1
+    reals = {'static_vsn': spec.static, 'historical_vsn': past, 'future_vsn': spec.known}
+    n_vars = {'static_vsn': spec.n_static, 'historical_vsn': spec.n_past, 'future_vsn': spec.n_future}
+    def count(name):
+        own = default_group_len(batch * steps[name], spec.hidden)
+        length = own if n_groups is None else -(-n_vars[name] // min(n_groups, n_vars[name]))
+        return sum(-(-n // length) for n in (reals[name], n_vars[name] - reals[name]))
+    return {name: count(name) for name in steps if n_vars[name]}
+
+def _groups_asked(spec:TFTSpec, batch:int) -> list:
+    "Numbers of groups that are worth a look: the model's own, and more, doubled up to a variable each"
+    at, found = _n_groups(spec, batch, None)['historical_vsn'], [None]
+    while 2 * at < spec.n_past: found.append(at := 2 * at)
+    return found + [spec.n_past] * (at < spec.n_past)
+
+@lru_cache(64)
+def _seconds(spec:TFTSpec, batch:int, n_groups:int|None, device:str) -> np.ndarray:
+    "What each of `_subsets` costs beyond a step that recomputes nothing"
+    names, rates = _layers_of(spec), RATES[device]
+    bits, flops = _subsets(names)[1], {name: once + batch*more for name, (once, more) in _flops(spec).items()}
+    own, now = _n_groups(spec, batch, None), _n_groups(spec, batch, n_groups)
+    works = [Work(flops=flops[n], launches=_KERNELS[0] * now.get(n, 0)) for n in names]
+    cost = np.array(list(map(rates.seconds, works)))
+    more = sum((now[n] - own[n]) * sum(_KERNELS) for n in own)
+    return bits @ cost + max(more, 0) * rates.launch
 
 # %% ../../nbs/tft/05_tiers.ipynb #d6857829
 class TierDoesNotFit(DoesNotFit):
@@ -195,8 +686,9 @@ class TierDoesNotFit(DoesNotFit):
         limit:int,               # bytes
         ledger:Ledger|None,      # of the smallest tier
         changes:dict,            # what would fit, by name
+        plan:Tier=Tier.full,     # the smallest tier
     ):
-        self.limit, self.plan, self.ledger, self.changes = limit, Tier.full, ledger, changes
+        self.limit, self.plan, self.ledger, self.changes = limit, plan, ledger, changes
         ValueError.__init__(self, message)
 
 def _refuse_scores(spec:TFTSpec, batch:int, limit:int):
@@ -213,6 +705,40 @@ def _smaller(batch:int, most:int) -> str:
     return f'batch {smaller_batch(batch, most)}' if most else 'a smaller model, or a larger limit'
 
 # %% ../../nbs/tft/05_tiers.ipynb #d285a90d
+def _fitting(spec:TFTSpec, batch:int, limit:int, **how) -> Tier|None:
+    "The tier of fewest seconds within `limit`, of equals that of fewest bytes"
+    device, best = how.get('device', 'cpu'), (math.inf, math.inf, None)
+    least = _totals(spec, batch, None, True, **how)
+    for n_groups in _groups_asked(spec, batch):
+        seconds = _seconds(spec, batch, n_groups, device)
+        worth = seconds < best[0]                                        # more groups never cost less
+        if n_groups is not None and not (least[worth] <= limit).any(): break
+        total = _totals(spec, batch, n_groups, **how)
+        order = np.lexsort((total, seconds))
+        if not len(order := order[total[order] <= limit]): continue
+        i = order[0]
+        best = min(best, (seconds[i], int(total[i]), (n_groups, int(i))), key=lambda o: o[:2])
+    return None if best[2] is None else _checked(spec, batch, *best[2], **how)
+
+def _totals(spec:TFTSpec, batch:int, n_groups:int|None, least:bool=False, **how) -> np.ndarray:
+    "Bytes of a step in all of `_subsets`; `least`: or of one in any groups"
+    return _ask(spec, batch, _Plan(None, n_groups, least), **how).total
+
+def _checked(spec:TFTSpec, batch:int, n_groups:int|None, i:int, **how) -> Tier:
+    "Number `i` of `_subsets`, whose own step was counted"
+    tier = Tier(_subsets(_layers_of(spec))[0][i].layers, n_groups)
+    want = int(_totals(spec, batch, n_groups, **how)[i])
+    if want != (found := int(tier_ledger(spec, batch, tier, **how).total)):
+        raise NotFollowed(f'tier {tier} needs {found} bytes and was chosen for {want}')
+    return tier
+
+def _smallest(spec:TFTSpec, batch:int, **how) -> Tier:
+    "The tier of fewest bytes, of equals that of fewest seconds"
+    n, device = spec.n_past, how.get('device', 'cpu')
+    order = np.lexsort((_seconds(spec, batch, n, device), _totals(spec, batch, n, **how)))
+    return _checked(spec, batch, n, int(order[0]), **how)
+
+# %% ../../nbs/tft/05_tiers.ipynb #d285a90e
 def fit_tier(
     spec:TFTSpec,      # form of the model
     batch:int,         # windows, B
@@ -222,41 +748,70 @@ def fit_tier(
     "The tier of least extra work whose training step fits; or `TierDoesNotFit`"
     limit = limit_bytes(limit)
     _refuse_scores(spec, batch, limit)
-    def total(tier): return int(tier_ledger(spec, batch, tier, **how).total)
-    if (off := total(Tier.off)) <= limit: return Tier.off
-    need = off - limit
-    for tier, saved in _ladder(layer_costs(spec, batch)):
-        if saved < need: continue
-        if (n := total(tier)) <= limit: return tier
-        need = saved + n - limit            # no byte that is not kept saves more than itself at the peak
-    if total(smallest := Tier(LAYERS, n_groups=spec.n_past)) <= limit: return smallest
-    ledger, most = tier_ledger(spec, batch, smallest, **how), largest_batch(spec, smallest, limit, **how)
+    if (tier := _fitting(spec, batch, limit, **how)) is not None: return tier
+    ledger = tier_ledger(spec, batch, smallest := _smallest(spec, batch, **how), **how)
+    most = largest_batch(spec, smallest, limit, most=batch - 1, **how)
     (term, n), changes = next(iter(ledger.terms.items())), {'batch': most} if most else {}
     raise TierDoesNotFit(f'no tier for batch {batch} fits in {human(limit)}: the smallest, {smallest}, '
                          f'needs {human(int(ledger.total))}, most of it {term} ({human(int(n))}); '
-                         f'would fit: {_smaller(batch, most)}', limit, ledger, changes)
+                         f'would fit: {_smaller(batch, most)}', limit, ledger, changes, smallest)
 
 # %% ../../nbs/tft/05_tiers.ipynb #78ca3ab8
+_MOST = 2**40    # no machine has the bytes
+
+def _crossing(
+    total:Callable,    # batch → bytes
+    limit:int,         # bytes
+    low:int,           # a batch that fits
+    most:int,          # largest that is asked for
+) -> int:              # b that fits while b + 1 does not; `most` if that fits
+    "Bytes are nearly linear in the batch: a line is drawn and corrected, now and then the middle taken"
+    n_low, high, n_high, turn = total(low), most + 1, None, 0
+    while high - low > 1:
+        turn += 1
+        if n_high is None: b = min(8 * low, most)
+        elif turn % 3 == 0: b = (low + high) // 2
+        else: b = low + int((limit - n_low) * (high - low) / max(n_high - n_low, 1))
+        b = min(max(b, low + 1), high - 1)
+        if (n := total(b)) <= limit: low, n_low = b, n
+        else: high, n_high = b, n
+    return low
+
+# %% ../../nbs/tft/05_tiers.ipynb #78ca3ab9
+def _cuts(spec:TFTSpec, tier:Tier, batch:int) -> tuple:
+    "(steps a chunk of the LSTMs, variables a group of each selection): what gets less as the batch grows"
+    steps = (1, spec.lookback, spec.horizon) if tier.n_groups is None else ()
+    return default_chunk_len(batch), *[default_group_len(batch * T, spec.hidden) for T in steps]
+
+def _in_short_groups(spec:TFTSpec, tier:Tier, batch:int) -> Tier:
+    "The tier with groups no longer than those that it has at `batch`, whatever the batch is"
+    if tier.n_groups is not None: return tier
+    _, *lens = _cuts(spec, tier, batch)
+    n_vars = spec.n_static, spec.n_past, spec.n_future
+    return Tier(tier.layers, max(-(-n // length) for n, length in zip(n_vars, lens)), tier.seg_len)
+
+def _largest(spec:TFTSpec, tier:Tier, limit:int, total:Callable, low:int, high:int) -> int:
+    "The largest batch from `low` to `high` that fits, 0 if none does; the upper half first"
+    if total(high, tier) <= limit: return high
+    if low == high or total(low, _in_short_groups(spec, tier, high), True) > limit: return 0
+    if _cuts(spec, tier, low) == _cuts(spec, tier, high):                  # then the bytes rise
+        return _crossing(lambda b: total(b, tier), limit, low, high) if total(low, tier) <= limit else 0
+    middle = (low + high) // 2
+    return (_largest(spec, tier, limit, total, middle + 1, high)
+            or _largest(spec, tier, limit, total, low, middle))
+
 def largest_batch(
     spec:TFTSpec,      # form of the model
     tier:Tier,         # what is recomputed
     limit,             # bytes, text, or a card's name
+    *, most:int=_MOST, # largest batch that is asked for
     **how,             # as for `gruckpt.plan.budget.estimate`
-) -> int:              # b such that b fits and b + 1 does not; 0 if not even 1 does
-    "The largest batch that fits: the bytes are nearly linear in it, so a line is drawn and corrected"
+) -> int:              # b such that b fits and nothing above it does; 0 if not even 1 does
+    "The largest batch that fits, also where bytes fall as the batch grows by one, since a group gets shorter"
     limit = limit_bytes(limit)
-    def total(b): return int(tier_ledger(spec, b, tier, **how).total)
-    points = [(1, total(1))]
-    while (at := _next(points, limit)) is not None: points.append((at, total(at)))
-    return max((b for b, n in points if n <= limit), default=0)
-
-def _next(points:list, limit:int) -> int|None:
-    "The batch to look at next, given (batch, bytes) so far; None when the answer is known"
-    points = sorted(points)
-    low = max((p for p in points if p[1] <= limit), default=(0, 0))
-    high = min((p for p in points if p[1] > limit), default=None)
-    if high is None: return 16 * low[0]
-    if high[0] - low[0] <= 1: return None
-    other = low if low[0] else (0, points[0][1] // 2)
-    slope = max((high[1] - other[1]) / (high[0] - other[0]), 1)
-    return min(max(high[0] - int(-((limit - high[1]) // slope)), low[0] + 1), high[0] - 1)
+    def total(b, tier, least=False):
+        return int(_ask(spec, b, _Plan(tier, None, least), **how).total)
+    shortest = _in_short_groups(spec, tier, _MOST)
+    if most < 1 or total(1, shortest, True) > limit: return 0
+    last = _crossing(lambda b: total(b, shortest, True), limit, 1, most)   # above it nothing fits
+    return _largest(spec, tier, limit, total, 1, last)
