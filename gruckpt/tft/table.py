@@ -194,8 +194,8 @@ def _typed(
     return pa.chunked_array([pa.array(numbers, from_pandas=True)]), there
 
 # %% ../../nbs/tft/00_table.ipynb #1e933944
-_SOURCES = ('a path of a .parquet or .csv file, a table of pandas, polars or Arrow, a dict of columns or a list '
-            'of rows')
+_SOURCES = ('a path of a .parquet or .csv file, a table of pandas, polars or Arrow, a dict of columns or a '
+            'list of rows')
 
 
 def table_of(
@@ -205,7 +205,8 @@ def table_of(
     if isinstance(source, (str, Path)): return Path(source)
     if isinstance(source, (pd.DataFrame, pa.Table)): return source
     try:
-        if hasattr(source, '__arrow_c_stream__') and not isinstance(source, pd.Series): return pa.table(source)
+        if isinstance(source, pd.Series): raise TypeError('a column alone')
+        if hasattr(source, '__arrow_c_stream__'): return pa.table(source)
         if hasattr(source, 'to_pandas'): return table_of(source.to_pandas())
         if hasattr(source, '__dataframe__'): return pa.interchange.from_dataframe(source)
         if isinstance(source, (dict, list)): return pd.DataFrame(source)
@@ -225,7 +226,8 @@ def _plain_texts(table:pa.Table) -> pa.Table:
         kind = column.type.value_type if coded else column.type
         to = pa.string() if _is_text(kind) else kind
         if to == column.type: continue
-        parts = [pc.take(pc.cast(o.dictionary, to), o.indices) if coded else pc.cast(o, to) for o in column.chunks]
+        parts = [pc.take(pc.cast(o.dictionary, to), o.indices) if coded else pc.cast(o, to)
+                 for o in column.chunks]
         table = table.set_column(i, name, pa.chunked_array(parts, to))
     return table
 
@@ -312,7 +314,7 @@ def _column(values:pd.Series, name:str) -> pa.Array:
 def column_kinds(
     source,            # what `table_of` takes
 ) -> dict[str, str]:   # column → time, number or name
-    "What each column holds, by the rules of `read_series`; a column of nothing, or of anything else, is a name"
+    "What each column holds, by the rules of `read_series`; one of nothing, or of anything else, is a name"
     path = table_of(source)
     if not isinstance(path, Path): return _kinds_in_memory(path)
     if not path.is_file(): raise ValueError(f'cannot read {str(path)!r}: there is no such file')
@@ -681,7 +683,7 @@ def _known(target:np.ndarray, first:np.ndarray) -> np.ndarray:
 def read_series(
     source,            # path of a .parquet or .csv file, or a table: see `table_of`
     spec:SeriesSpec,   # which column is what
-    future=None,       # rows of the horizon with stamps, ids and known columns, where a table of its own has them
+    future=None,       # rows of the horizon (stamps, ids, known columns), where they are a table apart
 ) -> Series:           # checked and sorted
     "Read a table; what is wrong with it is a `ValueError` that names column and value"
     table = _open_table(source, spec)
