@@ -366,7 +366,7 @@ def backtest(
     season:int|None=None,    # rows after which the target comes again; None: the seasons of the step
     batch_size:int=64,       # windows at once
 ) -> pd.DataFrame:           # model, window, ids, time, ahead, target and a column a quantile
-    "By the model and by those that cost nothing; `attrs`: rows that `crossed`, `notes` on what is not there"
+    "By the model and by those that cost nothing; `attrs`: rows that `crossed`, `notes` on what is missing"
     seasons, series = _seasons(run.setup, season), _series_in(source, run.setup)
     windows, train = run.setup.windows(series, part, stride), run.setup.windows(series, 'train')
     quantiles, crossed = _predicted(run.model, windows, batch_size)
@@ -374,7 +374,7 @@ def backtest(
     said = {'tft': windows.unscaled(quantiles), **said}
     rows = [_rows(windows, q, run.levels).assign(model=name) for name, q in said.items()]
     out = _telling(pd.concat(rows, ignore_index=True), crossed)
-    out.attrs['notes'] = notes
+    if notes: out.attrs['notes'] = notes
     return out
 
 # %% ../../nbs/tft/06_forecast.ipynb #afe7a837

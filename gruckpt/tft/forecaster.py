@@ -519,7 +519,7 @@ def _options_of(state:dict) -> dict:
             'patience': config['halt_after'], **{k: config[k] for k in _TRAINING},
             'batch_size': about['run']['batch'], 'seed': about['run']['seed'], 'tier': state['plan']}
 
-# %% ../../nbs/tft/07_forecaster.ipynb #5da4c893
+# %% ../../nbs/tft/07_forecaster.ipynb #246138a9
 def _cuts(
     series:Series,
     setup:Setup,
@@ -552,10 +552,10 @@ def _walked(o:Forecaster, df, n_windows:int, refit:bool, step:int|None) -> pd.Da
         now = rows_where(series, series.stamps <= end)
         rows = backtest(run._replace(setup=replace(run.setup, parts=cuts)), now, 'test')
         parts.append(rows.assign(window=k))
-        said = [*rows.attrs['notes'], *_without(now, rows, k, cut)]
+        said = [*rows.attrs.get('notes', ()), *_without(now, rows, k, cut)]
         crossed, notes = crossed + rows.attrs['crossed'], notes | dict.fromkeys(said)
     out = pd.concat([rows.assign() for rows in parts], ignore_index=True)
-    out.attrs = {'crossed': crossed, 'notes': list(notes)}
+    out.attrs = {'crossed': crossed} | ({'notes': list(notes)} if notes else {})
     for note in notes: warnings.warn(note, stacklevel=3)
     return out
 
