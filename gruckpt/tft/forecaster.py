@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['roles_of', 'rows_where', 'frame_of', 'tier_within', 'Forecaster']
 
-# %% ../../nbs/tft/07_forecaster.ipynb #c5fa90ba
+# %% ../../nbs/tft/07_forecaster.ipynb #fa4917d8
 import warnings
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from ..training.checkpoint_files import (checkpoints, load_checkpoint, save_checkpoint, whole_archive,
                                                write_whole)
 from ..training.config import TrainConfig
-from ..training.schedule import check_counts
+from ..training.schedule import check_counts, check_field, is_number, is_whole
 from ..training.sessions import session
 from ..training.trainer import Trainer
 from .encoding import Parts, unknown_categories
@@ -97,7 +97,7 @@ class _Options:
         self.options = {k: v for k, v in locals().items() if k not in ('self', 'more')} | more
         _check_options(self.options)
 
-# %% ../../nbs/tft/07_forecaster.ipynb #fb5e0352
+# %% ../../nbs/tft/07_forecaster.ipynb #11be6174
 _ASKED = ('target', 'horizon', 'lookback', *_Options.__init__.__kwdefaults__)
 _ROLES = ('ids', 'static', 'observed', 'known', 'categorical')
 
@@ -113,7 +113,11 @@ def _check_options(o:dict):
             raise ValueError(f'{role} must be the name of a column, got {o[role]!r}')
     counts = ('horizon', 'lookback', 'min_past', 'epochs', 'max_steps', 'batch_size')
     check_counts(**{k: o[k] for k in counts if o[k] is not None})
-    o['quantiles'] = tuple(float(q) for q in o['quantiles'])
+    for name in 'valid', 'test': check_field(name, o[name], is_number(o[name]), 'a share of the rows')
+    check_field('seed', o['seed'], is_whole(o['seed']) and 0 <= o['seed'] < 2**63, 'an integer in 0..2^63-1')
+    levels = tuple(np.ravel(o['quantiles']).tolist())
+    check_field('quantiles', levels, all(map(is_number, levels)), 'numbers between 0 and 1')
+    o['quantiles'] = levels
     TFTSpec(quantiles=o['quantiles'], **{k: o[k] for k in ('hidden', 'heads', 'dropout')})
     if isinstance(o['tier'], dict): o['tier'] = Tier(**o['tier'])
     elif isinstance(o['tier'], str): o['tier'] = Tier.named(o['tier'])
