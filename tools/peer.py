@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from gruckpt.bench.tft import bench_tft
 from gruckpt.tft.forecast import scores
 from gruckpt.tft.forecaster import Forecaster
 
@@ -88,6 +89,13 @@ def theirs(rows, horizon, lookback, observed, steps, n_windows, seed):
     return out[['unique_id', 'ds', 'y', *names]].rename(columns=names).assign(model='tft')
 
 
+def kept_bytes(horizon, lookback, observed):
+    "What a forward pass of 64 such windows leaves for the backward pass, by model."
+    table = bench_tft(64, 1, len(observed), len(KNOWN), SIZE['hidden'], lookback, horizon, repeats=1)
+    rows = table.frame().set_index('row').kept_bytes
+    return {'gruckpt': rows['gruckpt, off'], 'NeuralForecast': rows['NeuralForecast']}
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--steps', type=int, default=300)
@@ -104,6 +112,7 @@ def main():
     found = []
     for name in a.data:
         rows, horizon, lookback, observed = {'weather': weather, 'bars': bars}[name]()
+        kept = kept_bytes(horizon, lookback, observed)
         for seed in range(a.seeds):
             for who in a.who:
                 run = {'gruckpt': ours, 'NeuralForecast': theirs}[who]
@@ -113,7 +122,8 @@ def main():
                 table = scores(got, 'y')
                 n = int((got.model == 'tft').sum())
                 found.append({'data': name, 'row': who, 'seed': seed, 'steps': a.steps, 'targets': n,
-                              **table.loc['tft'].to_dict(), 'seconds': seconds})
+                              **table.loc['tft'].to_dict(), 'seconds': seconds,
+                              'kept_bytes': kept[who]})
                 if seed == 0 and who == 'gruckpt':
                     found += [{'data': name, 'row': o, 'targets': n, **table.loc[o].to_dict()}
                               for o in table.index.drop('tft')]
