@@ -262,7 +262,7 @@ class Rates:
     moved:float = 10e9
     launch:float = 3e-6
     chunk:float = 60e-6
-    cut:float = 3e-3
+    cut:float = 4.5e-3
 
     def seconds(self, work:Work) -> float:
         "Seconds of `work`"
@@ -294,7 +294,7 @@ def _per_second(run:Callable, amount:float, device:str, least:float=.15) -> floa
         best = min(best, clock() - start)
     return amount / best
 
-_IN_CHUNK, _IN_CUT = 20, 1000    # small kernels that take as long as what Python and autograd do there
+_IN_CHUNK, _IN_CUT = 20, 1500    # small kernels that take as long as what Python and autograd do there
 
 @lru_cache
 def _measured(batch:int, hidden:int, device:str, precision:str) -> Rates:
@@ -319,7 +319,8 @@ def _measured(batch:int, hidden:int, device:str, precision:str) -> Rates:
     def tick():
         for _ in range(100): one.mul_(1)
     moved, ticks = _per_second(move, 29 * h.nbytes, device), _per_second(tick, 100, device)
-    return Rates(rate(batch, 3*hidden), rate(n_rows, hidden), moved, 1 / ticks, _IN_CHUNK / ticks, _IN_CUT / ticks)
+    besides = (n / ticks for n in (1, _IN_CHUNK, _IN_CUT))
+    return Rates(rate(batch, 3*hidden), rate(n_rows, hidden), moved, *besides)
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8004
 def _choices(
