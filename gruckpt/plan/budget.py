@@ -547,7 +547,7 @@ def _row(o:_Planner, early:tuple, room:int, n:int) -> np.ndarray:
     row = np.append(o.caps('first', early)(room, 1), middle(room, np.arange(1, n)))[:n]
     return row[:int(np.argmin(row))] if n and row.min() <= 0 else row
 
-def _rows(o:_Planner, early:tuple, limit:int, ks:np.ndarray) -> np.ndarray:
+def _own_rows(o:_Planner, early:tuple, limit:int, ks:np.ndarray) -> np.ndarray:
     "Caps of the segments that run twice, a row for each of `ks`, filled with 0; all 0 where one has no step"
     place, room = np.arange(ks[-1] - 1), (limit - o.each*(ks - 1))[:, None]
     caps = o.caps('middle', early)(room, np.maximum(place, 1))
@@ -566,7 +566,7 @@ def _tally(o:_Planner, early:tuple, limit:int, ks:np.ndarray, own:bool) -> tuple
     caps of its `own`, or with those of the first, which are no shorter"""
     c, n = o.c, int(ks[-1]) - 1
     if own:
-        row, add = _rows(o, early, limit, ks), lambda x: x.sum(1)
+        row, add = _own_rows(o, early, limit, ks), lambda x: x.sum(1)
         at = np.arange(len(ks))[:, None]*c + np.where(row >= c, row % c, 0)
         sizes = np.bincount(at.ravel(), minlength=len(ks)*c).reshape(len(ks), c)
     else:
