@@ -308,7 +308,7 @@ class Rates:
     moved:float = 10e9
     launch:float = 3e-6
     chunk:float = 60e-6
-    cut:float = 3e-3
+    cut:float = 4.5e-3
 
     def seconds(self, work:Work) -> float:
         "Seconds of `work`"
@@ -340,7 +340,7 @@ def _per_second(run:Callable, amount:float, device:str, least:float=.15) -> floa
         best = min(best, clock() - start)
     return amount / best
 
-_IN_CHUNK, _IN_CUT = 20, 1000    # small kernels that take as long as what Python and autograd do there
+_IN_CHUNK, _IN_CUT = 20, 1500    # small kernels that take as long as what Python and autograd do there
 
 @lru_cache
 def _measured(batch:int, hidden:int, device:str, precision:str) -> Rates:
@@ -365,8 +365,8 @@ def _measured(batch:int, hidden:int, device:str, precision:str) -> Rates:
     def tick():
         for _ in range(100): one.mul_(1)
     moved, ticks = _per_second(move, 29 * h.nbytes, device), _per_second(tick, 100, device)
-    per_tick = 1 / ticks, _IN_CHUNK / ticks, _IN_CUT / ticks
-    return Rates(rate(batch, 3*hidden), rate(n_rows, hidden), moved, *per_tick)
+    besides = (n / ticks for n in (1, _IN_CHUNK, _IN_CUT))
+    return Rates(rate(batch, 3*hidden), rate(n_rows, hidden), moved, *besides)
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8004
 def _choices(
@@ -594,7 +594,7 @@ def _row(o:_Planner, early:tuple, room:int, n:int) -> np.ndarray:
     row = np.append(o.caps('first', early)(room, 1), middle(room, np.arange(1, n)))[:n]
     return row[:int(np.argmin(row))] if n and row.min() <= 0 else row
 
-def _rows(o:_Planner, early:tuple, limit:int, ks:np.ndarray) -> np.ndarray:
+def _own_rows(o:_Planner, early:tuple, limit:int, ks:np.ndarray) -> np.ndarray:
     "Caps of the segments that run twice, a row for each of `ks`, filled with 0; all 0 where one has no step"
     place, room = np.arange(ks[-1] - 1), (limit - o.each*(ks - 1))[:, None]
     caps = o.caps('middle', early)(room, np.maximum(place, 1))
@@ -613,7 +613,7 @@ def _tally(o:_Planner, early:tuple, limit:int, ks:np.ndarray, own:bool) -> tuple
     caps of its `own`, or with those of the first, which are no shorter"""
     c, n = o.c, int(ks[-1]) - 1
     if own:
-        row, add = _rows(o, early, limit, ks), lambda x: x.sum(1)
+        row, add = _own_rows(o, early, limit, ks), lambda x: x.sum(1)
         at = np.arange(len(ks))[:, None]*c + np.where(row >= c, row % c, 0)
         sizes = np.bincount(at.ravel(), minlength=len(ks)*c).reshape(len(ks), c)
     else:
