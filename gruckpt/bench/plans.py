@@ -59,6 +59,7 @@ def bench_plans(
         for plan, count, took in zip(plans, said, seconds)])
     return rows.assign(norm=norm, device=device, rounds=rounds, **sizes)
 
+# %% ../../nbs/bench/02_plans.ipynb #89b4eddc
 def _measured(spec:GRUSpec, batch:int, n_steps:int, plans:list, device:str, rounds:int) -> list:
     "Median seconds of a step of each plan"
     torch.manual_seed(0)

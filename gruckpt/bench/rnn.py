@@ -64,6 +64,7 @@ class _Size:
     @property
     def plan(self) -> Plan: return Plan.split(self.n_steps, self.n_segments)
 
+# %% ../../nbs/bench/00_rnn.ipynb #29681a1b
 def check_at_least_1(
     name:str,   # of the argument
     n,          # what came
@@ -440,6 +441,7 @@ def _measured(
             for c in cases]
     return BenchTable(size, n_threads, matmul_flops / timings['matmul'].best, tuple(rows), *unit)
 
+# %% ../../nbs/bench/00_rnn.ipynb #bb766760
 def bench_rnn(
     batch:int=64,            # rows, B
     n_steps:int=256,         # time steps, T
@@ -495,6 +497,7 @@ class _LMSize(_Size):
     @property
     def precision(self) -> str: "The trainer's word for weights of `dtype`"; return _precision_of(self.dtype)
 
+# %% ../../nbs/bench/00_rnn.ipynb #4a1496e6
 def _precision_of(dtype:str) -> str:
     "The trainer's word for weights of this type"
     words = {'float32': 'float32', 'float64': 'float64', 'bfloat16': 'pure bfloat16'}
@@ -564,6 +567,7 @@ def _lm_cases(
     add(f'{by_K}, p = {p}, two passes', cut, Sampling(two_pass=True), through_trainer=False)
     return cases
 
+# %% ../../nbs/bench/00_rnn.ipynb #ed86d809
 def bench_lm(
     batch:int=32,              # rows, B
     n_steps:int=256,           # time steps, T

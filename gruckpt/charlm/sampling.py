@@ -59,6 +59,7 @@ class Coins(NamedTuple):
     truth_TB:torch.Tensor
     u_TB:torch.Tensor
 
+# %% ../../nbs/charlm/01_sampling.ipynb #4cbf00a0
 def check_probability(
     p,   # what came
 ) -> None:

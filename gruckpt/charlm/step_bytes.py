@@ -235,6 +235,7 @@ def _last_moments(o:_Counted, n, i, name:str) -> dict:
                                 cut*(L - 1 - k)*o.state//L, name)
     return found | _embedding_moments(o, n, later, cut, cut*(head + _copies(o)), above, name)
 
+# %% ../../nbs/charlm/02_step_bytes.ipynb #3f7a3c65
 def _embedding_moments(o:_Counted, n, base:dict, wanted, copies, above, name:str) -> dict:
     "The embedding's gradient of the last segment; a tied one meets the head's"
     emb, layers = o.trains('embedding')*o.spec.vocab_size*o.spec.hidden, _sums_of(o, 0) + _sums_above(o, 0)
@@ -473,6 +474,7 @@ def _input_work(o:LayerBytes, n:int, m:int) -> Work:
     launches, rows = o.copied + 7*o.x_normed + 2*o.dropped, 2*o.copied + 9*o.x_normed + 6*o.dropped
     return Work(moved=n*rows*o.row, launches=m*launches + n*o.dropped)
 
+# %% ../../nbs/charlm/02_step_bytes.ipynb #c0f9ff97
 def _there(o:LayerBytes, n:int, m:int) -> Work:
     return _op_work(o, 'project', n, m) + _op_work(o, 'advance', n, m) + _input_work(o, n, m)
 

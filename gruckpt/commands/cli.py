@@ -155,6 +155,7 @@ def _limit(o:SimpleNamespace) -> tuple:
     on = 'a CPU; --device cuda or --gpu counts one on a GPU' if device == 'cpu' else 'a GPU'
     return limit, device, f'on {on}{free}'
 
+# %% ../../nbs/commands/03_cli.ipynb #660d2164
 def _question(
     o:SimpleNamespace,   # options of `budget` by name
 ) -> tuple:              # spec, plan or None, limit or None, keywords for `estimate`, what is assumed

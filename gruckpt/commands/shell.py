@@ -98,6 +98,7 @@ def ending() -> Iterator[None]:
     except BrokenPipeError as e: raise typer.Exit(141) from e      # as if SIGPIPE had ended it
     except OSError as e: raise typer.Exit(say(f'{e.filename or "input or output"}: {e.strerror}', 1)) from e
 
+# %% ../../nbs/commands/00_shell.ipynb #70a2bd3c
 def call(
     app:typer.Typer,           # the commands
     args:list[str]|None=None,  # without the program's name; None: those of the process

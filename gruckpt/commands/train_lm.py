@@ -187,6 +187,7 @@ def _planned(
     if o.memory_limit is not None: return within(limit_bytes(o.memory_limit, **how)), bytes_of, limited
     return PLAN.make(o, Plan.split, n_steps=o.steps, n_segments=o.segments), bytes_of, None
 
+# %% ../../nbs/commands/01_train_lm.ipynb #1fd0b0d8
 def _seconds_of(o:SimpleNamespace, spec, config):
     "Plan → seconds of a step on this machine; None where bytes are not measured either"
     from gruckpt.plan.budget import Rates, seconds_of

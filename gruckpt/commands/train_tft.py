@@ -202,7 +202,7 @@ def _notes(o:SimpleNamespace, gaps) -> list[str]:
     out = [f'left    {", ".join(left)}: an index without a name, no input unless named'] if left else []
     return [*out, f'gaps    {gaps}'] if len(gaps) else out
 
-
+# %% ../../nbs/commands/02_train_tft.ipynb #c2243721
 def _predicted(o:SimpleNamespace, bytes_of, tier, setup, measured:bool) -> tuple:
     "(bytes of a step or None, in words): None where nobody asks, and where the count would be too low"
     from gruckpt.measure.meter import human

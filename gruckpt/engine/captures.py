@@ -334,6 +334,7 @@ class _LeftBehind:
 
 _LEFT = _LeftBehind()
 
+# %% ../../nbs/engine/01_captures.ipynb #e72efdbc
 class _Followed:
     "A place that the step changes, what it held at first, and the names under which the step leaves graphs"
     def __init__(self, place:_Place, old): self.place, self.old, self.left = place, old, set()
@@ -485,6 +486,7 @@ def _first_touched(watch:Watch) -> str|None:
     names = [n for h in hung if isinstance(h, dict) for n, v in h.items() if v is t]
     return f'{names[0] if names else "a tensor"} of shape {tuple(t.shape)}'
 
+# %% ../../nbs/engine/01_captures.ipynb #a7df2c8f
 def refuse_writes(
     watch:Watch,    # after the last segment
 ):

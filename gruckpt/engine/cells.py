@@ -131,6 +131,7 @@ class Backend(NamedTuple):
 EAGER = Backend('eager', lambda cell, *args: cell.advance(*args), lambda cell, *args: cell.reverse(*args))
 BACKENDS = {}    # (form of a cell, type of device) → {name: Backend}, the one that 'auto' takes first
 
+# %% ../../nbs/engine/00_cells.ipynb #4a213e6c
 def backend_for(
     cell:Cell,           # whose walks
     device:str,          # such as 'cuda'
@@ -460,6 +461,7 @@ class _NormBackBuffers(NamedTuple):
     share: torch.Tensor
     gain: torch.Tensor
 
+# %% ../../nbs/engine/00_cells.ipynb #5b4536bb
 def _norm_back_buffers(hat, inv, dhs, dh, gain) -> _NormBackBuffers:
     return _NormBackBuffers(hat.unbind(), inv.unbind(), dhs.unbind(), torch.empty_like(dh),
                             dh.new_empty(dh.shape[0], 1), gain)

@@ -31,6 +31,7 @@ def mixed_seed(
         h ^= h >> 31
     return h >> 1
 
+# %% ../../nbs/engine/03_layer.ipynb #979c89b2
 @dataclass(frozen=True)
 class DropoutMask:
     """Dropout on the input of a layer; a mask belongs to a layer and a time step, so no plan changes it
@@ -300,6 +301,7 @@ class NormNode(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents): raise RuntimeError(NO_FORWARD_MODE.format('this layer'))
 
+# %% ../../nbs/engine/03_layer.ipynb #f8e2b90d
 def chunks_of(
     x:torch.Tensor,    # T x B x width
 ) -> list:

@@ -278,6 +278,7 @@ def _out_of(tape:_Tape) -> _Out:
     leaves, spec = tape.out
     return _Out([_detached(t) for t in leaves], spec, [_needs_grad(t) for t in leaves])
 
+# %% ../../nbs/engine/02_scan.ipynb #6ac57ec5
 def _first(run:_Run) -> list:
     "Record the first segment, learn from the record, drop it; the state after it"
     marks = _marks(run.state)

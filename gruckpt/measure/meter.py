@@ -395,6 +395,7 @@ def _with_statistics(func, args, out):
     if weight is None or weight.dtype == args[0].dtype: return out
     return type(out)([out[0], *[t.new_empty(t.shape, dtype=weight.dtype) for t in out[1:]]])
 
+# %% ../../nbs/measure/00_meter.ipynb #985c7af6
 class _Rules(TorchDispatchMode):
     "Corrects fake tensors where a CPU keeps more than they say, and refuses what they cannot follow"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

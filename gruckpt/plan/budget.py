@@ -240,6 +240,7 @@ _BY_GIB = {
     141: 'H200', 180: 'B200'}
 GPUS = {name: Card(gib * 2**30) for gib, names in _BY_GIB.items() for name in names.split(', ')}
 
+# %% ../../nbs/plan/01_budget.ipynb #b00f473e
 def _plain(name:str) -> str:
     "A card's name without what people leave out: case, spaces, the maker, the family"
     return re.sub(r'nvidia|geforce|rtx|gtx|[^a-z0-9]', '', name.lower())
@@ -342,6 +343,7 @@ def _per_second(run:Callable, amount:float, device:str, least:float=.15) -> floa
 
 _IN_CHUNK, _IN_CUT = 20, 1500    # small kernels that take as long as what Python and autograd do there
 
+# %% ../../nbs/plan/01_budget.ipynb #951717e2
 @lru_cache
 def _measured(batch:int, hidden:int, device:str, precision:str) -> Rates:
     "Matmuls of one step's rows and of a chunk's, the kernels of a cell, and a kernel on one number"
@@ -818,6 +820,7 @@ class DoesNotFit(ValueError):
         self.changes = _changes(spec, batch, n_steps, limit, **how)
         super().__init__(_no_fit(self, batch, n_steps))
 
+# %% ../../nbs/plan/01_budget.ipynb #4fdb0460
 def _no_fit(o:DoesNotFit, batch:int, n_steps:int) -> str:
     "One line: what is needed, what binds, what would fit"
     (term, n), plan = next(iter(o.ledger.terms.items())), o.plan

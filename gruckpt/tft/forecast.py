@@ -297,7 +297,7 @@ def forecast(
     rows = _rows(windows, windows.unscaled(quantiles), run.levels)
     return _telling(rows.drop(columns=['window', o.coding.spec.target]), crossed)
 
-
+# %% ../../nbs/tft/06_forecast.ipynb #392dcb9e
 def _telling(rows:pd.DataFrame, crossed:int) -> pd.DataFrame:
     "The rows, which know of how many the model's quantiles crossed"
     rows.attrs['crossed'] = crossed
@@ -357,7 +357,7 @@ def _naives(
     if not seasons: notes.append(f'no seasonal naive: a step of {step!r} says no season; give it')
     return said, notes
 
-
+# %% ../../nbs/tft/06_forecast.ipynb #6a2e5ba2
 def backtest(
     run:Run,                 # the model and what its numbers mean
     source,                  # Series or what `read_series` takes; with the training part, for the naive bands
@@ -529,7 +529,7 @@ def plot_over_time(
     ax.set(xlabel='step before the first target', ylabel='selection weight (share)')
     ax.legend(fontsize=8)
 
-
+# %% ../../nbs/tft/06_forecast.ipynb #e2afa3cf
 def plot_attention(
     attention:pd.DataFrame,  # a row a step of the horizon
     ax,                      # matplotlib axes

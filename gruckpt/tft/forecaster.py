@@ -175,7 +175,7 @@ def roles_of(
     return ({'time': time, 'target': target, 'ids': list(named['ids']), **lists},
             (*left, *(c for c in rest if c not in inputs)))
 
-
+# %% ../../nbs/tft/07_forecaster.ipynb #431db13a
 def _only(role:str, found:list[str]) -> str:
     "The only column that it can be"
     if len(found) == 1: return found[0]
@@ -283,7 +283,7 @@ def _setup(o:dict, series:Series) -> Setup:
     lookback = o['lookback'] or max(2 * horizon, season or 1)
     return setup_of(series, lookback, horizon, o['valid'], o['test'], o['min_past'])
 
-
+# %% ../../nbs/tft/07_forecaster.ipynb #695085fe
 def _trainer(
     o:dict,              # options
     series:Series,
@@ -462,7 +462,7 @@ def _forecasts(o:Forecaster, df, future, horizon:int|None) -> pd.DataFrame:
     rows = forecast(run, _rows_now(o, df, future))
     return rows if horizon is None else rows[rows.ahead <= horizon].reset_index(drop=True)
 
-
+# %% ../../nbs/tft/07_forecaster.ipynb #0c4adfc7
 def _rows_now(o:Forecaster, df, future) -> Series:
     "The rows that a forecast begins from; what was never trained on is said"
     coding = o.run.setup.coding

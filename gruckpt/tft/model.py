@@ -121,6 +121,7 @@ class _Lookup(nn.ModuleList):
 
     def forward(self, codes:torch.Tensor) -> list: return [f(c) for f, c in zip(self, codes.unbind(-1))]
 
+# %% ../../nbs/tft/04_model.ipynb #1ee264b9
 class _Inputs(nn.Module):
     "All embeddings"
     def __init__(self, spec:TFTSpec, **factory):
@@ -267,6 +268,7 @@ def _shifted(t:torch.Tensor, by:torch.Tensor) -> torch.Tensor:
     at = (torch.arange(t.shape[1], device=t.device) - by[:, None]) % t.shape[1]
     return t.gather(1, at[..., None].expand_as(t))
 
+# %% ../../nbs/tft/04_model.ipynb #1405bf76
 def _over_past(
     rnn:LSTM,                        # the encoder
     x:torch.Tensor,                  # B x Lb x H

@@ -178,7 +178,7 @@ def _csv_texts(path:Path, names:list[str], columns) -> pa.Table:
                                    include_columns=list(columns), strings_can_be_null=True)
     return pacsv.read_csv(path, read_options=read, convert_options=options)
 
-
+# %% ../../nbs/tft/00_table.ipynb #7f10628f
 def _typed(
     texts:pa.ChunkedArray,   # a column of a CSV
 ) -> tuple:                  # as what all of them are; texts without those that say that nothing is there
@@ -214,7 +214,7 @@ def table_of(
         raise ValueError(f'data must be {_SOURCES}; this {type(source).__name__} is none: {e}') from e
     raise ValueError(f'data must be {_SOURCES}, got {type(source).__name__}')
 
-
+# %% ../../nbs/tft/00_table.ipynb #b85a2c11
 def _is_text(kind:pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
@@ -339,7 +339,7 @@ def _kinds_in_memory(table) -> dict[str, str]:
         except ValueError: out[c] = 'name'                    # what it is, is said where it is needed
     return out
 
-
+# %% ../../nbs/tft/00_table.ipynb #7a1e9093
 def _kind_of(column:pa.ChunkedArray) -> str:
     "time, number or name"
     kind, t = column.type, pa.types
@@ -548,7 +548,7 @@ def _local(stamps:np.ndarray, zone:str|None) -> pd.DatetimeIndex:
     usual = shown.normalize() + pd.Timedelta(hours[counts.argmax()], 'ns')
     return shown.where(_instants(usual, zone) != stamps, usual)
 
-
+# %% ../../nbs/tft/00_table.ipynb #33a36456
 def follows_by_step(
     stamps:np.ndarray,   # nanoseconds since 1970, N
     zone:str|None,       # whose calendar counts
@@ -596,7 +596,7 @@ def _common_step(series:Series) -> str|None:
     best = max(kept, key=kept.get)                      # the first of equals
     return best if best.startswith('months') else step_offset(best).freqstr
 
-
+# %% ../../nbs/tft/00_table.ipynb #cf63ab53
 def _calendar_steps(local:pd.DatetimeIndex, inner:np.ndarray) -> list[str]:
     "Steps of the calendar that rows might keep"
     days, rest = divmod(_commonest(np.diff(local.as_unit('ns').asi8)[inner]), 24 * 3600 * 10**9)

@@ -56,6 +56,7 @@ class _Held:
     def __init__(self, n:int, account): self.n, self.account, self.born = n, account, account.grown(n)
     def __del__(self): self.account.freed(self.n, self.born)
 
+# %% ../../nbs/tft/05_tiers.ipynb #40a3aec0
 class _Hollow(torch.Tensor):
     "A CPU's tensor with a form and no numbers"
     @staticmethod
@@ -98,6 +99,8 @@ def _each(*args):
 def _like(form, *_): return [(form.shape, form.dtype)] if _plain(form) else None
 def _glu(form, dim=-1):
     return [((*form.shape[:-1], form.shape[-1] // 2), form.dtype)] if dim == -1 and _plain(form) else None
+
+# %% ../../nbs/tft/05_tiers.ipynb #cdfd799b
 def _sum(form, dims, keep=False):
     at = {d % len(form.shape) for d in dims}
     shape = [1 if i in at else n for i, n in enumerate(form.shape) if keep or i not in at]
@@ -148,6 +151,7 @@ def _tensors(args:tuple, kwargs:dict) -> list:
         elif type(a) in (list, tuple): found += [o for o in a if isinstance(o, torch.Tensor)]
     return found
 
+# %% ../../nbs/tft/05_tiers.ipynb #295915ad
 def _of_torch(func, args:tuple, kwargs:dict) -> list:
     "(form, bytes, number of the argument or, below 0, of the result whose storage it shares) of each result"
     made = []
@@ -347,6 +351,7 @@ class LayerCost:
     @property
     def saved(self) -> int: "Bytes that recomputing saves"; return self.kept - self.again
 
+# %% ../../nbs/tft/05_tiers.ipynb #8973360c
 @cache
 def _flops(spec:TFTSpec) -> dict:
     "Layer → operations of a forward pass: (those of weights alone, more with each window)"

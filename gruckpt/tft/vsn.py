@@ -78,6 +78,7 @@ def _dropped(x:torch.Tensor, drop:DropoutMask|None) -> torch.Tensor:
     "`x` with dropout, or as it is"
     return x if drop is None else _Dropout.apply(x, drop)
 
+# %% ../../nbs/tft/03_vsn.ipynb #4cf4b7a8
 class Gate(nn.Module):
     "Gate, add and norm: LN(skip + GLU(x)), equation 5 and the norm around it"
     def __init__(self,

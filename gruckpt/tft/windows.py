@@ -110,7 +110,7 @@ def _origins(
     place = start - series.first[series.series_of[start]]
     return start[whole & inside & (known[last + 1] > known[start]) & (place % stride == 0)]
 
-
+# %% ../../nbs/tft/02_windows.ipynb #cd6715dc
 def _fits(run:np.ndarray, horizon:int, min_past:int) -> np.ndarray:
     "Whether past and targets of a window lie in one stretch, for each row that could begin the targets"
     start = np.arange(max(0, len(run) - horizon + 1))

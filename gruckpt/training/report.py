@@ -47,6 +47,7 @@ class Run:
     @property
     def judged(self) -> list[str]: "Names of the judge's numbers"; return [*self.history.columns[3:]]
 
+# %% ../../nbs/training/08_report.ipynb #5289d766
 def read_run(
     folder:str|Path,   # of a run
 ) -> Run:
@@ -237,6 +238,7 @@ def _best(known, column:str):
     if (level := _level(column)) is not None: return known.loc[(known[column] - level).abs().idxmin()]
     return known.loc[known[column].idxmax() if _higher_is_better(column) else known[column].idxmin()]
 
+# %% ../../nbs/training/08_report.ipynb #d2994c3d
 def plot_history(
     history,   # evaluations as a DataFrame
     ax,        # matplotlib axes to draw on

@@ -286,6 +286,7 @@ def _gpu(trainer:Trainer) -> tuple:
         o.gpu = now, GPUState() if index is None else gpu_state(index)
     return o.gpu[1].used, o.gpu[1].utilisation
 
+# %% ../../nbs/training/06_trainer.ipynb #90eae658
 def _record(
     trainer:Trainer,
     epoch:int,               # of the window
