@@ -11,7 +11,7 @@ from gruckpt.plan.budget import DoesNotFit
 from gruckpt.engine.certify import certify, gradient_flow
 from gruckpt.measure.meter import Meter, nbytes, shadow
 from gruckpt.engine.scan import plain
-from gruckpt.tft.windows import WindowBatch
+from gruckpt.tft.batch import WindowBatch
 from gruckpt.tft.model import LAYERS, TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss, to_neuralforecast
 from gruckpt.tft import tiers
 from gruckpt.tft.tiers import empty_batch, fit_tier, largest_batch, layer_costs, score_bytes, tier_ledger

@@ -23,7 +23,7 @@ from torch import nn
 from .rnn import check_at_least_1, using_threads
 from ..training.checkpoint_files import write_whole
 from ..measure.meter import Meter, Timing, human, nbytes, timed
-from ..tft.windows import WindowBatch
+from ..tft.batch import WindowBatch
 from ..tft.model import TFT, TFTSpec, Tier, quantile_loss
 
 # %% ../../nbs/bench/01_tft.ipynb #030f1ecd
