@@ -57,7 +57,8 @@ def unlink_private(s):
 
 
 def unnest(s):
-    "Undo a link around a doclink: nbdev links a name in backticks also where it stands in a link."
+    "Undo a link around a doclink, which nbdev puts there too; one to a method leads to its class."
+    s = re.sub(r'(\]\([^)\s]+\.html#\w+)\.[\w.]+\)', r'\1)', s)
     return re.sub(r'\[(\[`[^`\n]+`\]\([^)\s]+\))\]\([^)\s]+\)', r'\1', s)
 
 
@@ -66,15 +67,14 @@ def parameters(s):
     def row(name, about): return f'| {name} | ' + about.strip().replace('|', '\\|') + ' |'
     def table(m):
         rows, code = [], []
-        for line in m[1].replace(':NoneType=None', '=None').split('\n'):
+        for line in m[1].replace(':NoneType=None', '=None').replace('__main__.', '').split('\n'):
             line, _, about = line.partition(' # ')
             code.append(line)
             name = re.match(r'\s+(\*{0,2}\w+)', line)
             if about: rows.append(row(f'`{name[1]}`' if name else 'returns', about))
-        if not rows: return m[0]
         short = code[0] + ' '.join(o.strip() for o in code[1:-1]).rstrip(',') + code[-1]
         body = short if len(short) <= 105 else '\n'.join(code)
-        return '\n'.join(['```python', body, '```', '', '| | |', '|:--|:--|', *rows])
+        return '\n'.join(['```python', body, '```', *(['', '| | |', '|:--|:--|', *rows] if rows else [])])
     return re.sub(r'```python\n((?:def|class) (?:(?!```).)*?)\n```', table, s, flags=re.S)
 
 
@@ -259,20 +259,24 @@ def stage_settings(site, names, out):
     save('nbdev.yml', nbdev)
 
 
+HERE_IN_SIDEBAR = "document.querySelector('#quarto-sidebar .active')?.scrollIntoView({block: 'nearest'})"
+
+
 def finish(out):
     "Serve KaTeX from the site, drop web fonts and times: pages work offline and do not change by themselves."
     shutil.copytree(HERE/'katex', out/'site_libs/katex')
     for f in out.rglob('*.html'):
         katex = posix(out/'site_libs/katex', f.parent)
         s = f.read_text(encoding='utf-8')
-        write(f, re.sub(r'https://cdn\.jsdelivr\.net/npm/katex@[\d.]+/dist', katex, s))
+        s = re.sub(r'https://cdn\.jsdelivr\.net/npm/katex@[\d.]+/dist', katex, s)
+        write(f, s.replace('</body>', f'<script>{HERE_IN_SIDEBAR}</script></body>', 1))
     for f in out.rglob('*.css'):
         s = f.read_text(encoding='utf-8')
         write(f, re.sub(r'@import url\(["\']?https://fonts\.googleapis\.com[^)]*\);', '', s))
     sitemap = (out/'sitemap.xml').read_text(encoding='utf-8')
     write(out/'sitemap.xml', re.sub(r'\s*<lastmod>[^<]*</lastmod>', '', sitemap))
     missing = out/'404.html'        # served under any address, so its links start at the site's own
-    base = f'<base href="{site_url()}/">'
+    base = f'<base href="{urlsplit(site_url()).path}/">'
     write(missing, missing.read_text(encoding='utf-8').replace('<head>', '<head>' + base, 1))
     write(out/'.nojekyll', '')
 
