@@ -135,6 +135,12 @@ def options(src):
     return opts, '\n'.join(lines)
 
 
+def imports_only(code):
+    "Is this a block of imports, of more than three lines?"
+    kinds = {type(o) for o in ast.parse(code).body}
+    return len(code.strip().splitlines()) > 3 and kinds <= {ast.Import, ast.ImportFrom}
+
+
 def titles(code):
     "What a cell writes above its plots, if that is plain text."
     calls = [o for o in ast.walk(ast.parse(code)) if isinstance(o, ast.Call)]
@@ -182,6 +188,8 @@ class Page:
         if any('image/png' in o.get('data', {}) for o in c.get('outputs', [])) and 'fig-alt' not in opts:
             opts['fig-alt'] = cap or ' '.join(titles(code)) or re.sub(r'[`*]', '', heading)
             if 'fig-cap' not in opts: opts['fig-align'] = 'left'
+        if self.src.parts[0] != 'tutorials' and imports_only(code):        # a page opens with its use
+            opts = {'code-fold': True, 'code-summary': 'Imports of this page'} | opts
         lines = [f'#| {k}: {json.dumps(v, ensure_ascii=False)}' for k, v in opts.items()]
         c['source'] = '\n'.join([*lines, code])
         return maths
@@ -259,7 +267,10 @@ def stage_settings(site, names, out):
     save('nbdev.yml', nbdev)
 
 
-HERE_IN_SIDEBAR = "document.querySelector('#quarto-sidebar .active')?.scrollIntoView({block: 'nearest'})"
+HERE_IN_SIDEBAR = """{
+const side = document.querySelector('#quarto-sidebar'), here = side?.querySelector('.active')
+if (here) side.scrollTop = here.getBoundingClientRect().top - side.getBoundingClientRect().top - 300
+}"""
 
 
 def finish(out):
@@ -304,7 +315,7 @@ class Links(HTMLParser):
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
         if a.get('id'): self.ids.add(a['id'])
-        links = [a[k] for k in ('href', 'src') if a.get(k)]
+        links = [a[k] for k in ('href', 'src') if a.get(k) and tag != 'base']
         self.links += links
         if tag in ('link', 'script', 'img'): self.loads += links
         if a.get('class') == 'mermaid': self.loads.append('//mermaid (draw it with matplotlib)')
