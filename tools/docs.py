@@ -267,6 +267,15 @@ def stage_settings(site, names, out):
     save('nbdev.yml', nbdev)
 
 
+# what people type into the search box, and where it is answered
+ASKED = {
+    'LSTM, GRU: convert a model (lstm convert)': 'engine/convert.html',
+    'Save a model, load a model, checkpoint (save model)': 'training/checkpoint_files.html',
+    'Several GPUs: multi-gpu, multigpu, DDP, torchrun': 'training/parallel.html',
+    'ONNX, export, jit, torch.compile': 'engine/recurrent.html#calling-a-layer',
+    'Out of memory, OOM: what fits my GPU?': 'plan/budget.html',
+}
+
 HERE_IN_SIDEBAR = """{
 const side = document.querySelector('#quarto-sidebar'), here = side?.querySelector('.active')
 if (here) side.scrollTop = here.getBoundingClientRect().top - side.getBoundingClientRect().top - 300
@@ -284,12 +293,23 @@ def finish(out):
     for f in out.rglob('*.css'):
         s = f.read_text(encoding='utf-8')
         write(f, re.sub(r'@import url\(["\']?https://fonts\.googleapis\.com[^)]*\);', '', s))
+    index_for_search(out)
     sitemap = (out/'sitemap.xml').read_text(encoding='utf-8')
     write(out/'sitemap.xml', re.sub(r'\s*<lastmod>[^<]*</lastmod>', '', sitemap))
     missing = out/'404.html'        # served under any address, so its links start at the site's own
     base = f'<base href="{urlsplit(site_url()).path}/">'
     write(missing, missing.read_text(encoding='utf-8').replace('<head>', '<head>' + base, 1))
     write(out/'.nojekyll', '')
+
+
+def index_for_search(out):
+    "Add what people ask to the search index, and take out the page that says that there is none."
+    found = json.loads((out/'search.json').read_text(encoding='utf-8'))
+    found = [o for o in found if o['href'] != '404.html']
+    for i, (words, href) in enumerate(ASKED.items()):
+        if not (out/href.partition('#')[0]).exists(): raise SystemExit(f'docs: ASKED: no page {href}')
+        found.insert(i, dict(objectID=f'asked-{i}', href=href, title=words, section='', text=words))
+    write(out/'search.json', json.dumps(found, ensure_ascii=False))
 
 
 def build(tmp, out):
