@@ -6,13 +6,14 @@
     python tools/docs.py --out FOLDER       # the site alone, elsewhere
 
 The source stays a plain nbdev/Quarto project: with Quarto installed, `nbdev_docs` and `nbdev_preview` build
-the same pages. Steps, all in a temporary copy of the project: nbdev processes the notebooks (show_doc,
-doclinks, hidden cells); `stage` gives each page its published name and numbers its cross-references;
-smalldocs renders that; `finish` makes the site self-contained; `check_links` follows every internal link and
-anchor. The package must be installed. The same notebooks give the same bytes. Exit status 1 if anything is
-broken, and then nothing is written.
+these pages, without the folded sources and the tables of parameters. Steps, all in a temporary copy of the
+project: `show_sources` keeps exported code for the reader; nbdev processes the notebooks (show_doc, doclinks,
+hidden cells); `stage` gives each page its published name and numbers its cross-references; smalldocs renders
+that; `finish` makes the site self-contained; `check_links` follows every internal link and anchor. The
+package must be installed. The same notebooks give the same bytes. Exit status 1 if anything is broken, and
+then nothing is written.
 """
-import argparse, base64, contextlib, hashlib, json, os, re, shutil, sys, tempfile
+import argparse, ast, base64, contextlib, hashlib, json, os, re, shutil, sys, tempfile
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -55,7 +56,29 @@ def unlink_private(s):
     return re.sub(r'\[(`[^`\n]+`)\]\([^)\s]+\.html#(?:[\w.]+\.)?_\w+\)', r'\1', s)
 
 
-# ---- processed notebooks ----------------------------------------------------------------------------------
+def unnest(s):
+    "Undo a link around a doclink, which nbdev puts there too; one to a method leads to its class."
+    s = re.sub(r'(\]\([^)\s]+\.html#\w+)\.[\w.]+\)', r'\1)', s)
+    return re.sub(r'\[(\[`[^`\n]+`\]\([^)\s]+\))\]\([^)\s]+\)', r'\1', s)
+
+
+def parameters(s):
+    "A signature as `show_doc` gives it: comments go into a table, where they wrap and links work."
+    def row(name, about): return f'| {name} | ' + about.strip().replace('|', '\\|') + ' |'
+    def table(m):
+        rows, code = [], []
+        for line in m[1].replace(':NoneType=None', '=None').replace('__main__.', '').split('\n'):
+            line, _, about = line.partition(' # ')
+            code.append(line)
+            name = re.match(r'\s+(\*{0,2}\w+)', line)
+            if about: rows.append(row(f'`{name[1]}`' if name else 'returns', about))
+        short = code[0] + ' '.join(o.strip() for o in code[1:-1]).rstrip(',') + code[-1]
+        body = short if len(short) <= 105 else '\n'.join(code)
+        return '\n'.join(['```python', body, '```', *(['', '| | |', '|:--|:--|', *rows] if rows else [])])
+    return re.sub(r'```python\n((?:def|class) (?:(?!```).)*?)\n```', table, s, flags=re.S)
+
+
+# ---- notebooks before and after processing ----------------------------------------------------------------
 
 @contextlib.contextmanager
 def scratch(root):
@@ -69,6 +92,31 @@ def scratch(root):
         os.chdir(tmp)
         try: yield tmp
         finally: os.chdir(old)
+
+
+def show_sources(folder):
+    "Keep the code of exported cells, folded under its names: `show_doc` shows no private function."
+    for f in folder.rglob('*.ipynb'):
+        nb = json.loads(f.read_text(encoding='utf-8'))
+        for c in nb['cells']: c['source'] = unfolded(c)
+        write(f, json.dumps(nb))
+
+
+def unfolded(c):
+    "Source of a cell, an exported one with the directives that show its code folded."
+    s = text(c['source'])
+    if c['cell_type'] != 'code' or not re.match(r'#\| export\s*\n', s): return s
+    code = s.split('\n', 1)[1]
+    names = [name for o in ast.parse(code).body for name in defined(o)]
+    if not names: return s
+    return f'#| exports\n#| code-fold: true\n#| code-summary: "Source: {", ".join(names)}"\n{code}'
+
+
+def defined(node):
+    "Names that a statement gives a module."
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)): return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [o.id for t in targets for o in ast.walk(t) if isinstance(o, ast.Name)]
 
 
 def front(nb):
@@ -85,6 +133,20 @@ def options(src):
         d = yaml.safe_load(lines.pop(0)[2:])
         if isinstance(d, dict): opts.update(d)
     return opts, '\n'.join(lines)
+
+
+def imports_only(code):
+    "Is this a block of imports, of more than three lines?"
+    kinds = {type(o) for o in ast.parse(code).body}
+    return len(code.strip().splitlines()) > 3 and kinds <= {ast.Import, ast.ImportFrom}
+
+
+def titles(code):
+    "What a cell writes above its plots, if that is plain text."
+    calls = [o for o in ast.walk(ast.parse(code)) if isinstance(o, ast.Call)]
+    named = [k.value for o in calls for k in o.keywords if k.arg == 'title']
+    first = [o.args[0] for o in calls if o.args and getattr(o.func, 'attr', '') in ('set_title', 'suptitle')]
+    return [o.value for o in named + first if isinstance(o, ast.Constant) and isinstance(o.value, str)]
 
 
 class Page:
@@ -104,24 +166,33 @@ class Page:
 
     def label(self):
         "Number every labelled figure, table and equation; smalldocs has no cross-references."
-        maths = False
+        maths, heading = False, self.front.get('title', '')
         for c in self.nb['cells']:
             c['source'] = text(c['source'])
-            if c['cell_type'] == 'code': maths |= self.label_code(c)
-            elif c['cell_type'] == 'markdown': self.label_markdown(c)
+            if c['cell_type'] == 'code': maths |= self.label_code(c, heading)
+            elif c['cell_type'] == 'markdown':
+                heading = ([heading] + re.findall(r'^#+ (.+)$', c['source'], flags=re.M))[-1]
+                self.label_markdown(c)
         if maths:  # smalldocs loads KaTeX where the Markdown has maths, and looks for none in captions
             self.nb['cells'].append(dict(cell_type='markdown', metadata={}, source='[$~$]{.d-none}'))
 
-    def label_code(self, c):
-        "Number the caption of a labelled cell; says whether it has maths."
+    def label_code(self, c, heading):
+        "Number a caption, and say in words what a picture shows; gives whether the caption has maths."
         opts, code = options(c['source'])
+        cap, maths = '', False
         key = str(opts.get('label', '')).split('-')[0] + '-cap'
-        if key not in ('fig-cap', 'tbl-cap'): return False
-        cap = str(opts.get(key, ''))
-        opts[key] = f"{self.number(opts['label'])}: " + re.sub(r'\$([^$]+)\$', r'\\(\1\\)', cap)
+        if key in ('fig-cap', 'tbl-cap'):
+            cap = str(opts.get(key, ''))
+            maths = '$' in cap
+            opts[key] = f"{self.number(opts['label'])}: " + re.sub(r'\$([^$]+)\$', r'\\(\1\\)', cap)
+        if any('image/png' in o.get('data', {}) for o in c.get('outputs', [])) and 'fig-alt' not in opts:
+            opts['fig-alt'] = cap or ' '.join(titles(code)) or re.sub(r'[`*]', '', heading)
+            if 'fig-cap' not in opts: opts['fig-align'] = 'left'
+        if self.src.parts[0] != 'tutorials' and imports_only(code):        # a page opens with its use
+            opts = {'code-fold': True, 'code-summary': 'Imports of this page'} | opts
         lines = [f'#| {k}: {json.dumps(v, ensure_ascii=False)}' for k, v in opts.items()]
         c['source'] = '\n'.join([*lines, code])
-        return '$' in cap
+        return maths
 
     def label_markdown(self, c):
         "Number labelled equations and pictures."
@@ -139,14 +210,14 @@ class Page:
             if m[1] not in self.nums: raise SystemExit(f'docs: {self.src}: nothing is labelled {m[1]}')
             return f'[{self.number(m[1])}](#{m[1]})'
         def md(s):
-            s = re.sub(r'\]\(([^)#\s:]+\.ipynb)(#[^)\s]*)?\)', nblink, unlink_private(s))
+            s = re.sub(r'\]\(([^)#\s:]+\.ipynb)(#[^)\s]*)?\)', nblink, unnest(unlink_private(s)))
             s = re.sub(site + r'/([\w./-]+)\.html', lambda m: posix(m[1] + '.ipynb', self.dst.parent), s)
             return re.sub(r'(?<![\w`@])@((?:fig|tbl|eq)-[\w-]*\w)', ref, s)
         for c in self.nb['cells']:
             if c['cell_type'] == 'markdown': c['source'] = md(c['source'])
             for o in c.get('outputs', []):
                 d = o.get('data', {})
-                if 'text/markdown' in d: d['text/markdown'] = md(text(d['text/markdown']))
+                if 'text/markdown' in d: d['text/markdown'] = parameters(md(text(d['text/markdown'])))
 
     def save(self, root):
         fm = {k: v for k, v in self.front.items() if k != 'output-file'}
@@ -155,6 +226,15 @@ class Page:
 
 
 # ---- the site ---------------------------------------------------------------------------------------------
+
+MISSING = """---
+title: No such page
+---
+
+The page may have moved. Start from [the map of all pages](index.ipynb#the-pages-in-order), or search for a
+name or a question in the box above.
+"""
+
 
 def stage(proc, site, out):
     "Copy processed notebooks from `proc` to `site`, rewritten for smalldocs, which will build into `out`."
@@ -167,6 +247,7 @@ def stage(proc, site, out):
         p.save(site)
     for f in files:
         if f.suffix != '.ipynb': write(site/f.relative_to(proc), f.read_bytes())
+    write(site/'404.md', MISSING)
     stage_settings(site, names, out)
 
 
@@ -186,19 +267,49 @@ def stage_settings(site, names, out):
     save('nbdev.yml', nbdev)
 
 
+# what people type into the search box, and where it is answered
+ASKED = {
+    'LSTM, GRU: convert a model (lstm convert)': 'engine/convert.html',
+    'Save a model, load a model, checkpoint (save model)': 'training/checkpoint_files.html',
+    'Several GPUs: multi-gpu, multigpu, DDP, torchrun': 'training/parallel.html',
+    'ONNX, export, jit, torch.compile': 'engine/recurrent.html#calling-a-layer',
+    'Out of memory, OOM: what fits my GPU?': 'plan/budget.html',
+}
+
+HERE_IN_SIDEBAR = """{
+const side = document.querySelector('#quarto-sidebar'), here = side?.querySelector('.active')
+if (here) side.scrollTop = here.getBoundingClientRect().top - side.getBoundingClientRect().top - 300
+}"""
+
+
 def finish(out):
     "Serve KaTeX from the site, drop web fonts and times: pages work offline and do not change by themselves."
     shutil.copytree(HERE/'katex', out/'site_libs/katex')
     for f in out.rglob('*.html'):
         katex = posix(out/'site_libs/katex', f.parent)
         s = f.read_text(encoding='utf-8')
-        write(f, re.sub(r'https://cdn\.jsdelivr\.net/npm/katex@[\d.]+/dist', katex, s))
+        s = re.sub(r'https://cdn\.jsdelivr\.net/npm/katex@[\d.]+/dist', katex, s)
+        write(f, s.replace('</body>', f'<script>{HERE_IN_SIDEBAR}</script></body>', 1))
     for f in out.rglob('*.css'):
         s = f.read_text(encoding='utf-8')
         write(f, re.sub(r'@import url\(["\']?https://fonts\.googleapis\.com[^)]*\);', '', s))
+    index_for_search(out)
     sitemap = (out/'sitemap.xml').read_text(encoding='utf-8')
     write(out/'sitemap.xml', re.sub(r'\s*<lastmod>[^<]*</lastmod>', '', sitemap))
+    missing = out/'404.html'        # served under any address, so its links start at the site's own
+    base = f'<base href="{urlsplit(site_url()).path}/">'
+    write(missing, missing.read_text(encoding='utf-8').replace('<head>', '<head>' + base, 1))
     write(out/'.nojekyll', '')
+
+
+def index_for_search(out):
+    "Add what people ask to the search index, and take out the page that says that there is none."
+    found = json.loads((out/'search.json').read_text(encoding='utf-8'))
+    found = [o for o in found if o['href'] != '404.html']
+    for i, (words, href) in enumerate(ASKED.items()):
+        if not (out/href.partition('#')[0]).exists(): raise SystemExit(f'docs: ASKED: no page {href}')
+        found.insert(i, dict(objectID=f'asked-{i}', href=href, title=words, section='', text=words))
+    write(out/'search.json', json.dumps(found, ensure_ascii=False))
 
 
 def build(tmp, out):
@@ -206,6 +317,7 @@ def build(tmp, out):
     try: from smalldocs.site import build as render
     except ImportError as e: raise SystemExit('docs: needs smalldocs and Python 3.11 or later') from e
     refresh_quarto_yml()
+    show_sources(get_config().nbs_path)
     proc = Path(proc_nbs(n_workers=os.cpu_count()))
     stage(proc, tmp/'site', out)
     site = render(tmp/'site', quiet=True)
@@ -223,7 +335,7 @@ class Links(HTMLParser):
     def handle_starttag(self, tag, attrs):
         a = dict(attrs)
         if a.get('id'): self.ids.add(a['id'])
-        links = [a[k] for k in ('href', 'src') if a.get(k)]
+        links = [a[k] for k in ('href', 'src') if a.get(k) and tag != 'base']
         self.links += links
         if tag in ('link', 'script', 'img'): self.loads += links
         if a.get('class') == 'mermaid': self.loads.append('//mermaid (draw it with matplotlib)')

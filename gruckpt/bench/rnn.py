@@ -470,9 +470,9 @@ def plot_bench(
     "Time against peak bytes, both relative to the first row"
     for i, r in enumerate(table.frame().itertuples()):
         if pd.isna(r.ms): continue
-        style = dict(color=f'C{i % 10}', label=r.row)
+        style, (whole, cut) = dict(color=f'C{i % 10}', label=r.row), 'os' if i < 10 else '^D'
         if pd.isna(r.peak_bytes): ax.axhline(r.ratio, ls='--' if r.extra_steps else ':', lw=1, **style)
-        else: ax.plot(r.peak_ratio, r.ratio, 's' if r.extra_steps else 'o', **style)
+        else: ax.plot(r.peak_ratio, r.ratio, cut if r.extra_steps else whole, **style)
     ax.set_xscale('log', base=2)
     ax.xaxis.set_major_formatter('{x:g}')
     base = table.rows[0].name

@@ -10,7 +10,7 @@ __all__ = ['CELLS', 'EAGER', 'BACKENDS', 'NORM_EPS', 'ONCE', 'Count', 'Scratch',
 # %% ../../nbs/engine/00_cells.ipynb #edef2a26
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
@@ -51,6 +51,13 @@ class Scratch(NamedTuple):
     collect: int
 
 # %% ../../nbs/engine/00_cells.ipynb #12221424
+def _required(op):
+    "An operation that a cell has to bring; one that is missing says so instead of leaving a buffer unfilled"
+    @wraps(op)
+    def missing(self, *args, **kwargs):
+        raise NotImplementedError(f'{type(self).__name__} has no {op.__name__}: {op.__doc__}')
+    return missing
+
 class Cell(Protocol):
     """What a recurrent cell must have; `gates` and `factors` are steps x B x (n_slots*D), `prev` and `new`
     lists of `n_states` tensors, steps x B x D each, before and after every step
@@ -68,16 +75,27 @@ class Cell(Protocol):
     n_slots: int
     n_states: int
     n_spare: int
+    @_required
     def shapes(self, n_in, width, bias=True, proj_size=0) -> dict: "Of the parameters, by name, in order"
+    @_required
     def counts(self) -> dict: "A `Count` of every operation"
+    @_required
     def scratch(self, o, n_rows) -> Scratch: "Of a layer `o` (n_in, width, batch, item, item_w); rows a chunk"
+    @_required
     def step(self, a, state, w) -> list: "New states from the projected input, B x (n_gates*D), for autograd"
+    @_required
     def bias(self, w): "What `project` adds; None without biases"
+    @_required
     def project(self, x_NI, w, bias, gates): "Fill `gates` from inputs, (steps*B) x I"
+    @_required
     def advance(self, gates, prev, new, w, order): "Walk: `gates` become gates, `new` follows from `prev`"
+    @_required
     def rebuild(self, gates, prev, new, w, spare=None): "Projected `gates` become what `advance` left"
+    @_required
     def factors(self, gates, prev, new, factors, spare, w) -> tuple: "What multiplies dh; what the walk keeps"
+    @_required
     def reverse(self, factors, kept, dout, dstate, w, order): "`factors` become gradients at the gates"
+    @_required
     def collect(self, da, x, prev, kept, w, sums, dx, spare): "Add gradients to `sums`, write `dx`"
 
 # %% ../../nbs/engine/00_cells.ipynb #8b8a490b

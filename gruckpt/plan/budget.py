@@ -111,13 +111,14 @@ def _markdown(ledger:Ledger) -> str:
 def _bars(ledger:Ledger, ax):
     "A bar for each phase, at its fullest moment, stacked by term"
     moments, left = list(_fullest(ledger).values()), {}
-    for term in dict.fromkeys(t for m in moments for t in _terms(ledger, m)):
+    for i, term in enumerate(dict.fromkeys(t for m in moments for t in _terms(ledger, m))):
         sizes = [ledger.moments[m].get(term, 0) / 2**20 for m in moments]
-        ax.barh(moments, sizes, left=[left.get(m, 0) for m in moments], label=term)
+        ax.barh(moments, sizes, left=[left.get(m, 0) for m in moments], label=term,
+                hatch='////' if i >= 10 else None)         # there are ten colours, and more terms
         for m, n in zip(moments, sizes, strict=True): left[m] = left.get(m, 0) + n
     ax.set(xlabel='MiB', title=f'What fills a step? The peak is {human(int(ledger.peak))}')
     ax.invert_yaxis()
-    ax.legend(fontsize=7)
+    ax.legend(fontsize=7, loc='center left', bbox_to_anchor=(1, .5), frameon=False)
 
 # %% ../../nbs/plan/01_budget.ipynb #5ad658cd
 @dataclass(frozen=True)
