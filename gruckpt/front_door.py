@@ -11,7 +11,8 @@ from importlib import import_module
 
 # %% ../nbs/00_front_door.ipynb #87372235
 NAMES = {
-    'measure.meter': 'Meter gpu_state human nbytes parse_bytes shadow timed',
+    'measure.meter': 'Meter gpu_state human nbytes parse_bytes timed',
+    'measure.shadow': 'shadow',
     'plan.segment': 'Plan cut_frontier lower_bound replay',
     'plan.budget': 'Card DoesNotFit GPUS Ledger Rates estimate estimate_any fit frontier max_batch what_fits',
     'engine.scan': 'is_plain plain scan_segments',

@@ -21,7 +21,8 @@ from fuzz_plan import Question, least_seconds  # noqa: E402
 from gruckpt.plan.budget import (GPUS, DoesNotFit, Ledger, Rates, estimate, estimate_any, fit, max_batch,  # noqa: E402
                             seconds_of, what_fits)
 from gruckpt.charlm.model import GRULM, GRUSpec
-from gruckpt.measure.meter import Meter, human, nbytes, parse_bytes, shadow
+from gruckpt.measure.meter import Meter, human, nbytes, parse_bytes
+from gruckpt.measure.shadow import shadow
 from gruckpt.engine.recurrent import GRU, LSTM
 from gruckpt.plan.segment import Plan
 from gruckpt.charlm.text import Batch

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, rnn
 
 from gruckpt.plan.budget import estimate_any
-from gruckpt.measure.meter import Meter, NotFollowed, nbytes, shadow
+from gruckpt.measure.meter import Meter, nbytes
+from gruckpt.measure.shadow import NotFollowed, shadow
 
 MAKE = {'sgd': lambda ps: torch.optim.SGD(ps, lr=.1), 'adamw': lambda ps: torch.optim.AdamW(ps, fused=True),
         'adamw foreach': lambda ps: torch.optim.AdamW(ps, foreach=True)}

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gruckpt.measure.meter import GPUState, Meter, gpu_state, human, nbytes, parse_bytes, shadow, timed
+from gruckpt.measure.meter import GPUState, Meter, gpu_state, human, nbytes, parse_bytes, timed
+from gruckpt.measure.shadow import shadow
 
 
 def measured(fn, *args):

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from gruckpt.engine.convert import convert
-from gruckpt.measure.meter import Meter, shadow
+from gruckpt.measure.meter import Meter
+from gruckpt.measure.shadow import shadow
 from gruckpt.engine.recurrent import GRU, LSTM
 from gruckpt.engine.scan import plain
 

@@ -9,7 +9,8 @@ import torch
 
 from gruckpt.plan.budget import DoesNotFit
 from gruckpt.engine.certify import certify, gradient_flow
-from gruckpt.measure.meter import Meter, nbytes, shadow
+from gruckpt.measure.meter import Meter, nbytes
+from gruckpt.measure.shadow import shadow
 from gruckpt.engine.scan import plain
 from gruckpt.tft.batch import WindowBatch
 from gruckpt.tft.model import LAYERS, TFT, TFTSpec, Tier, coverage, q_risk, quantile_loss, to_neuralforecast

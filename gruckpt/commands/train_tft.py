@@ -164,13 +164,14 @@ def _tier(
     spec,                # of the model
     config,              # of the training
     known=None,          # tier of the run that goes on
+    packed:bool=False,   # may a window's past begin late?
 ) -> tuple:              # tier; function tier → bytes of a step; what makes the tier smaller, or None
     "What the model recomputes"
     from gruckpt.plan.budget import limit_bytes
     from gruckpt.tft.model import Tier
     from gruckpt.tft.tiers import fit_tier, tier_ledger
     how = dict(optimizer=config.optimizer, precision=config.precision, device=o.device.type,
-               world_size=o.world.size, accumulate=config.accumulate)
+               world_size=o.world.size, accumulate=config.accumulate, packed=packed)
     def bytes_of(tier): return int(tier_ledger(spec, o.batch_size, tier, **how).total)
     def smaller(tier):
         tier = fit_tier(spec, o.batch_size, 9 * bytes_of(tier) // 10, **how)
@@ -203,13 +204,11 @@ def _notes(o:SimpleNamespace, gaps) -> list[str]:
     return [*out, f'gaps    {gaps}'] if len(gaps) else out
 
 # %% ../../nbs/commands/02_train_tft.ipynb #c2243721
-def _predicted(o:SimpleNamespace, bytes_of, tier, setup, measured:bool) -> tuple:
-    "(bytes of a step or None, in words): None where nobody asks, and where the count would be too low"
+def _predicted(o:SimpleNamespace, bytes_of, tier, measured:bool) -> tuple:
+    "(bytes of a step or None, in words): None where nobody asks"
     from gruckpt.measure.meter import human
     if o.memory_limit is None and not measured: return None, ''
-    said = f', {human(n := bytes_of(tier))} predicted'
-    if setup.min_past == setup.lookback: return n, said
-    return None, f'{said}; windows with less than their whole past are packed, which takes more, not counted'
+    return (n := bytes_of(tier)), f', {human(n)} predicted'
 
 
 def _prepared(o:SimpleNamespace, found) -> tuple:
@@ -249,16 +248,17 @@ def _trainer(o:SimpleNamespace, found) -> tuple:
     with all_or_none(): series, setup = _prepared(o, found)
     check_same({'rows': len(series), 'checksum': _checksum(series)})
     spec = tft_spec(setup, hidden=o.hidden, heads=o.heads, dropout=o.dropout, quantiles=_levels(o.quantiles))
-    n_batches = len(setup.windows(series, 'train')) // (o.batch_size * o.world.size)
+    train = setup.windows(series, 'train')
+    n_batches = len(train) // (o.batch_size * o.world.size)
     config = _config(o, spec, -(-n_batches // o.accumulate), setup.parts.valid_from < setup.parts.test_from)
     was = Tier(**found.state['plan']) if found and found.state['plan'] else None
-    tier, bytes_of, smaller = _tier(o, spec, config, was)
+    tier, bytes_of, smaller = _tier(o, spec, config, was, setup.min_past < setup.lookback)
     measured = config.measure_every is not None or o.device.type == 'cuda'
-    peak, predicted = _predicted(o, bytes_of, tier, setup, measured)
+    peak, predicted = _predicted(o, bytes_of, tier, measured)
     kept = {k: getattr(o, k) for k in (*_DATA, *_FREE)} | {'parquet_file': o.parquet_file.absolute()}
     kept = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
-    trainer = trainer_of(setup, series, spec, config, o.batch_size, o.seed, tier, o.device, world=o.world,
-                         peak_predicted=peak, replan=smaller, remembered=kept)
+    trainer = trainer_of(setup, series, spec, config, o.batch_size, o.seed, tier, o.device, train=train,
+                         world=o.world, peak_predicted=peak, replan=smaller, remembered=kept)
     with all_or_none():
         if found: trainer.load_state_dict(found.state)
     changed = [*o.changed, *([f'tier was {was}, is {tier}'] if was not in (None, tier) else [])]

@@ -23,8 +23,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ..measure.meter import (Meter, NotFollowed, add_hooks, hooks_of, without_onednn, human, nbytes,
-                                   parse_bytes, shadow)
+from ..measure.meter import Meter, human, nbytes, parse_bytes
+from ..measure.shadow import NotFollowed, add_hooks, hooks_of, shadow, without_onednn
 from .segment import Plan, Stretch, Work, default_chunk_len
 
 # %% ../../nbs/plan/01_budget.ipynb #56a1a7e0

@@ -215,18 +215,22 @@ def trainer_of(
     seed:int=0,                  # of weights, dropout and order
     tier:Tier=Tier.off,          # what is recomputed, in training and validation
     device:str='cpu',            # where the model lives
+    train:Windows|None=None,     # of the training part, where they are at hand: the table is coded once
     **more,                      # of the Trainer
 ) -> Trainer:
     "A run that can begin, or go on from a checkpoint"
     dtype = {'float64': torch.float64, 'pure bfloat16': torch.bfloat16}.get(config.precision, torch.float32)
-    train = setup.windows(series, 'train', dtype=dtype)
+    if train is None or train.table.target.dtype != dtype: train = setup.windows(series, 'train', dtype=dtype)
     torch.manual_seed(seed)
     model = TFT(spec, tier).to(device=device, dtype=dtype)
     world = more.get('world')
     rank = {} if world is None else {'rank': world.rank, 'world_size': world.size}
     stream = WindowStream(train, batch_size, seed, **rank)
     valid = (series.stamps >= setup.parts.valid_from) & (series.stamps < setup.parts.test_from)
-    judge = judge_of(setup.windows(series, 'valid'), spec.quantiles, batch_size) if valid.any() else None
+    judge = None
+    if valid.any():
+        judged = train.of('valid') if dtype == torch.float32 else setup.windows(series, 'valid')
+        judge = judge_of(judged, spec.quantiles, batch_size)
     about = {'setup': setup.to_dict(), 'tft': spec.to_dict(), 'run': {'batch': batch_size, 'seed': seed}}
     return Trainer(model, stream, config, tier, judge, about, **more)
 
@@ -369,7 +373,8 @@ def backtest(
 ) -> pd.DataFrame:           # model, window, ids, time, ahead, target and a column a quantile
     "By the model and by those that cost nothing; `attrs`: rows that `crossed`, `notes` on what is missing"
     seasons, series = _seasons(run.setup, season), _series_in(source, run.setup)
-    windows, train = run.setup.windows(series, part, stride), run.setup.windows(series, 'train')
+    windows = run.setup.windows(series, part, stride)
+    train = windows.of('train')
     quantiles, crossed = _predicted(run.model, windows, batch_size)
     said, notes = _naives(windows, train, run.levels, season, seasons)
     said = {'tft': windows.unscaled(quantiles), **said}

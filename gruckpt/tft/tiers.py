@@ -22,7 +22,8 @@ from torch.utils.flop_counter import flop_registry
 from ..plan.budget import RATES, DoesNotFit, Ledger, smaller_batch, limit_bytes, estimate
 from ..engine.cells import LSTMCell
 from ..plan.segment import Work, default_chunk_len
-from ..measure.meter import NotFollowed, human, nbytes
+from ..measure.meter import human, nbytes
+from ..measure.shadow import NotFollowed
 from .batch import WindowBatch
 from .model import LAYERS, TFT, TFTSpec, Tier
 from .vsn import default_group_len, few_groups

@@ -95,7 +95,7 @@ class Windows:
         check_counts(lookback=lookback, horizon=horizon, min_past=min_past, stride=stride)
         if min_past > lookback:
             raise ValueError(f'min_past must be in 1..{lookback} (lookback), got {min_past}')
-        self.table, self.lookback, self.horizon, self.part = table, lookback, horizon, part
+        self.table, self.lookback, self.horizon, self.parts, self.part = table, lookback, horizon, parts, part
         self.min_past, span = min_past, None if part == 'future' else (parts or Parts(0, 0)).span(part)
         if span is None: origins = _newest(table, horizon, min_past)
         else: origins = _origins(table, horizon, span, min_past, stride)
@@ -103,6 +103,9 @@ class Windows:
         self.origins = torch.from_numpy(origins)
 
     def __len__(self): return len(self.origins)
+    def of(self, part:str, stride:int=1) -> 'Windows':
+        "Those of another part of the same table, which is coded once"
+        return Windows(self.table, self.lookback, self.horizon, self.parts, part, self.min_past, stride)
     def batch(self, index:torch.Tensor) -> WindowBatch:
         "The windows with these numbers"
         whole = self.min_past == self.lookback
