@@ -55,7 +55,7 @@ def question_of(seed:int) -> Question:
 
 
 def price(q:Question, plan) -> float:
-    kw = {k: v for k, v in q.how.items() if k in ('precision', 'frozen')}
+    kw = {k: v for k, v in q.how.items() if k in ('precision', 'frozen', 'device')}
     return seconds_of(q.spec, q.batch, plan, q.rates, **kw)
 
 

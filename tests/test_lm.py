@@ -71,7 +71,7 @@ def test_n_params(form):
 def test_one_seed_a_call_and_the_first_step_of_each_segment(n_segments):
     log, model = SimpleQueue(), small(dropout=.5)      # a list would be wound back for a recomputation
     inner = model.rnn.forward
-    model.rnn.forward = lambda x, h, **mask: log.put(mask) or inner(x, h, **mask)
+    model.rnn.forward = lambda x, h, keep, **mask: log.put(mask) or inner(x, h, keep=keep, **mask)
     def told(): return [log.get() for _ in range(log.qsize())]
     gradients(model, batch_of(2, 7), Plan.split(7, n_segments))
     starts = [a for a, _ in Plan.split(7, n_segments).segments]

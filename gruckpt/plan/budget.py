@@ -191,9 +191,7 @@ def estimate(
     _one_of('optimizer', optimizer, _OPTIMIZERS)
     _one_of('precision', precision, _PRECISIONS)
     _one_of('device', device, ('cpu', 'cuda'))
-    for name, n in ('batch', batch), ('world_size', world_size), ('accumulate', accumulate):
-        if type(n) is int and n >= 1: continue
-        raise ValueError(f'{name} must be an integer of at least 1, got {n!r}')
+    _at_least_1(batch=batch, world_size=world_size, accumulate=accumulate)
     item_w, item = _PRECISIONS[precision]
     sizes = _trained(spec, frozen)
     found = spec.moments(batch, plan, item_w, item, frozen, carried=carried, accumulate=accumulate,
@@ -207,6 +205,12 @@ def estimate(
     def here(moment): return always | (scaled if moment.startswith('backward') else {})
     moments = {moment: here(moment) | terms | instead for moment, terms in found.items()}
     return Ledger(moments, _beside(spec, plan, device), _CONTEXT * (device == 'cuda'))
+
+def _at_least_1(**named):
+    "Raise unless these are integers of at least 1"
+    for name, n in named.items():
+        if type(n) is int and n >= 1: continue
+        raise ValueError(f'{name} must be an integer of at least 1, got {n!r}')
 
 def _trained(spec, frozen:tuple) -> tuple:
     "Numbers in each parameter that gets a gradient; ValueError for an unknown part"
@@ -513,6 +517,7 @@ class _Planner:
     "All plans of a spec, a batch and a length, for any limit; or those that keep states only"
     def __init__(self, spec, batch:int, n_steps:int, rates:Rates|None=None, states:bool=False, **how):
         Plan(n_steps, n_steps)                                           # ValueError for a wrong length
+        _at_least_1(batch=batch)
         self.spec, self.batch, self.n_steps, self.how = spec, batch, n_steps, how
         self.given, self.device = rates, how.get('device', 'cpu')
         self.c = spec.rhythm(batch, self.device)[0]
