@@ -204,11 +204,13 @@ def _notes(o:SimpleNamespace, gaps) -> list[str]:
     return [*out, f'gaps    {gaps}'] if len(gaps) else out
 
 # %% ../../nbs/commands/02_train_tft.ipynb #c2243721
-def _predicted(o:SimpleNamespace, bytes_of, tier, measured:bool) -> tuple:
-    "(bytes of a step or None, in words): None where nobody asks"
+def _predicted(o:SimpleNamespace, bytes_of, tier, setup, measured:bool) -> tuple:
+    "(bytes of a step or None, in words): None where nobody asks, and where the count may be a little too low"
     from gruckpt.measure.meter import human
     if o.memory_limit is None and not measured: return None, ''
-    return (n := bytes_of(tier)), f', {human(n)} predicted'
+    said = f', {human(n := bytes_of(tier))} predicted'
+    if setup.min_past == setup.lookback: return n, said
+    return None, f'{said} where every past is whole; pasts that begin late may take a few bytes more'
 
 
 def _prepared(o:SimpleNamespace, found) -> tuple:
@@ -254,7 +256,7 @@ def _trainer(o:SimpleNamespace, found) -> tuple:
     was = Tier(**found.state['plan']) if found and found.state['plan'] else None
     tier, bytes_of, smaller = _tier(o, spec, config, was, setup.min_past < setup.lookback)
     measured = config.measure_every is not None or o.device.type == 'cuda'
-    peak, predicted = _predicted(o, bytes_of, tier, measured)
+    peak, predicted = _predicted(o, bytes_of, tier, setup, measured)
     kept = {k: getattr(o, k) for k in (*_DATA, *_FREE)} | {'parquet_file': o.parquet_file.absolute()}
     kept = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
     trainer = trainer_of(setup, series, spec, config, o.batch_size, o.seed, tier, o.device, train=train,

@@ -450,7 +450,7 @@ class _How(NamedTuple):
     narrow:bool          # autocast to 16 bits?
     later:bool           # is it a second micro-batch, onto gradients that are there?
     frozen:tuple         # parts that are not trained
-    packed:bool = False  # may pasts begin late? Then steps are packed; most bytes if they are all there
+    packed:bool = False  # may pasts begin late? Then steps are packed; counted with all there
 
 @lru_cache(1024)
 def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
@@ -638,7 +638,7 @@ def tier_ledger(
     tier:Tier,         # what is recomputed
     **how,             # `packed=True` where pasts may begin late, and as for `gruckpt.plan.budget.estimate`
 ) -> Ledger:
-    "What a training step will hold; packed, at most, and exactly that where every past is whole"
+    "What a training step will hold; packed, where every past is whole: late ones may take a few bytes more"
     return _ask(spec, batch, _Plan(tier), **how)
 
 # %% ../../nbs/tft/06_tiers.ipynb #7a1fe661
