@@ -260,7 +260,7 @@ def _kept(o:Layer, T:int) -> int:
         return n * (_record(o, T) + o.state) + (0 if lent else out)
     K = -(-T // o.seg_len)
     last = (T - (K - 1) * o.seg_len, o.seg_len)[:o.directions]      # a reverse direction ends at step 0
-    return o.num_layers * sum(_record(o, t) for t in last) + n * (K + o.directions) * o.state + out
+    return o.num_layers * sum(_record(o, t) for t in last) + n * (K + 1) * o.state + out
 
 def _described(name:str, rnn:nn.RNNBase, seg_len, keep) -> Layer:
     "A layer in the report"

@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['NO_SECOND_DERIVATIVE', 'mixed_seed', 'DropoutMask', 'LayerRun', 'weight_slots', 'cast_weight', 'cast_weights',
            'gradient_sums', 'own_gradients', 'refuse_second_backward', 'LayerNode', 'plain_layer', 'NormNode',
-           'chunks_of', 'norm_output', 'StepNode']
+           'chunks_of', 'norm_output', 'StackRun', 'StackNode', 'StepNode']
 
 # %% ../../nbs/engine/03_layer.ipynb #376303a8
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 
 from .cells import (NORM_EPS, ONCE, Backend, CellWeights, backend_for, loop, norm_rows,
                                   norm_rows_back)
-from .scan import NO_FORWARD_MODE, grad_sink, is_plain, refuse_transforms
+from .captures import mark
+from .scan import NO_FORWARD_MODE, grad_sink, is_plain, refuse_other_data, refuse_transforms
 from ..plan.segment import default_chunk_len
 
 # %% ../../nbs/engine/03_layer.ipynb #8e2896e9
@@ -317,6 +318,148 @@ def norm_output(
     "RMSNorm over the last dimension, times the gain"
     if is_plain(): return F.rms_norm(x, x.shape[-1:], gain.to(x.dtype), NORM_EPS)
     return NormNode.apply(x, gain)
+
+# %% ../../nbs/engine/03_layer.ipynb #b85b6b55
+@dataclass(frozen=True)
+class StackRun:
+    """What a stack of layers of one direction computes over segments of time
+
+    Parameters
+    ----------
+    jobs : a `LayerRun` for each layer, from the bottom up
+    cuts : (start, stop) of the segments, in the order of computation
+    n_states : tensors in the state of a layer
+    """
+    jobs: tuple
+    cuts: tuple
+    n_states: int
+
+    @property
+    def dtype(self) -> torch.dtype: return self.jobs[0].dtype
+
+    def at(self, i:int, passing:bool) -> list:
+        "The layers' jobs in segment i; `passing`: nobody walks back over what they do"
+        start = self.cuts[i][0]
+        def moved(drop): return drop and replace(drop, start=drop.start + start)
+        def kept(job): return 'hidden' if passing else job.keep
+        return [replace(job, drop=moved(job.drop), keep=kept(job)) for job in self.jobs]
+
+# %% ../../nbs/engine/03_layer.ipynb #ad955ba4
+def _stack_forward(
+    jobs:list,         # of one segment
+    x:torch.Tensor,    # its input, n x B x I
+    state:list,        # states before it, each L x B x width
+    weights:list,      # `CellWeights` of each layer, cast
+    passing:bool,      # is the record dropped at once?
+) -> tuple:            # (output, states after it like `state`, record: of each layer input, states and gates)
+    "Run all layers over a segment"
+    after, record = [torch.empty_like(s, dtype=jobs[0].dtype) for s in state], []
+    for k, (job, w) in enumerate(zip(jobs, weights)):
+        states, gates = _layer_forward(job, x, [s[k] for s in state], w)
+        for new, s in zip(after, states): new[k].copy_(s[0 if job.flipped else -1])
+        if not passing: record.append((x, states, gates if job.keep == 'gates' or job.top else None))
+        x = states[0][:-1] if job.flipped else states[0][1:]
+        del states, gates
+    return x, after, record
+
+def _stack_backward(
+    jobs:list,       # of one segment
+    record:list,     # from `_stack_forward`; emptied
+    weights:list,    # `CellWeights` of each layer, cast
+    dout,            # gradient at the output, or None
+    dstate:list,     # gradients at the states after the segment; at those before it afterwards
+    sums:list,       # `CellWeights` of gradient sums, added to
+    dx,              # gradient at the input, written; None: nobody wants it
+    again:bool,      # was the record made just now, so that its gates may be written over?
+):
+    "Walk all layers back over a segment"
+    for k, (job, w) in reversed([*enumerate(zip(jobs, weights))]):
+        x, states, gates = record.pop()
+        into = torch.empty_like(x, memory_format=torch.contiguous_format) if k else dx
+        kept, room = (gates, None) if job.keep == 'gates' else (None, gates if again else None)
+        _layer_backward(job, x, states, kept, w, dout, [d[k] for d in dstate], sums[k], into, room)
+        dout = into
+        del x, states, gates, kept, room, into
+
+# %% ../../nbs/engine/03_layer.ipynb #7416fcbe
+def _by_layer(
+    flat,       # tensors of every layer in the order of `CellWeights`, then the gain of a norm on the output
+) -> tuple:     # (`CellWeights` of each layer, gain)
+    "A flat list of weights, or of their gradient sums, taken apart"
+    n = len(fields(CellWeights))
+    return [CellWeights(*flat[i:i + n]) for i in range(0, len(flat) - 1, n)], flat[-1]
+
+def _put_out(y:torch.Tensor, gain, out:torch.Tensor):
+    "Write what the top layer puts out, normed if there is a gain"
+    if gain is None: out.copy_(y)
+    else:
+        for a, b in chunks_of(y): norm_rows(y[a:b], gain, out=out[a:b])
+
+def _put_out_back(y:torch.Tensor, gain, dout, total):
+    "The gradient at what the top layer puts out; the gain's is added to `total`"
+    if gain is None or dout is None: return dout
+    dy = dout.clone(memory_format=torch.contiguous_format)
+    for a, b in chunks_of(y): norm_rows_back(y[a:b].flatten(0, 1), gain, dy[a:b].flatten(0, 1), total)
+    return dy
+
+# %% ../../nbs/engine/03_layer.ipynb #d6d80898
+class StackNode(torch.autograd.Function):
+    "All layers of one direction over all segments of time, as one node of the graph"
+    @staticmethod
+    def forward(ctx, run, x, *tensors):
+        "(output, final states), of input T x B x I, states L x B x width, weights as `_by_layer` has them"
+        ctx.set_materialize_grads(False)
+        ctx.run, ctx.sink, state, w = run, grad_sink(), tensors[:run.n_states], tensors[run.n_states:]
+        ctx.slots, last, cuts = weight_slots(ctx.sink, w), len(run.cuts) - 1, []
+        out = x.new_empty(*x.shape[:2], state[0].shape[-1], dtype=run.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            layers, gain = _by_layer([cast_weight(t, run.dtype, slot) for t, slot in zip(w, ctx.slots)])
+            for i, (a, b) in enumerate(run.cuts):
+                passing = i < last or not any(ctx.needs_input_grad)
+                cuts += state
+                y, state, record = _stack_forward(run.at(i, passing), x[a:b], state, layers, passing)
+                _put_out(y, gain, out[a:b])
+        kept = [(*states, gates if job.keep == 'gates' else None)
+                for job, (_, states, gates) in zip(run.jobs, record)]
+        ctx.save_for_backward(x, *w, *cuts, *sum(kept, ()))
+        ctx.marks = [mark(t) for t in (x, *w) if t is not None]
+        return out, *state
+
+    @staticmethod
+    def backward(ctx, dout, *dstate):
+        "Gradients of the same, None where nobody wants one"
+        refuse_second_backward(dout, *dstate)
+        run, (x, *rest), n = ctx.run, ctx.saved_tensors, len(ctx.slots)
+        refuse_other_data(ctx.marks)
+        w, rest, m = rest[:n], rest[n:], run.n_states
+        cuts, kept = [rest[m*i:m*i + m] for i in range(len(run.cuts))], rest[m*len(run.cuts):]
+        dstate = [torch.zeros_like(s, dtype=run.dtype) if d is None else d.clone()
+                  for s, d in zip(cuts[0], dstate)]
+        sums = gradient_sums(ctx, w)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None
+        with torch.autocast(x.device.type, enabled=False):
+            cast = _by_layer([cast_weight(t, run.dtype, slot) for t, slot in zip(w, ctx.slots)])
+            for i, (a, b) in reversed([*enumerate(run.cuts)]):
+                here = [None if t is None else t[a:b] for t in (x, dout, dx)]
+                _segment_backward(run, i, *here, cuts.pop(), kept, cast, dstate, _by_layer(sums))
+                kept = None
+        return None, dx, *dstate, *own_gradients(ctx, sums, w)
+
+    @staticmethod
+    def jvp(ctx, *tangents): raise RuntimeError(NO_FORWARD_MODE.format('this layer'))
+
+def _segment_backward(run, i:int, x, dout, dx, state:list, kept, weights:tuple, dstate:list, sums:tuple):
+    "Walk back over segment i, on what is kept of it, or after running it again"
+    jobs, (layers, gain), flat = run.at(i, False), weights, iter(kept or ())
+    record = [] if kept else _stack_forward(jobs, x, state, layers, False)[2]
+    for job in jobs if kept else ():
+        states, gates = [next(flat) for _ in state], next(flat)
+        record.append((x, states, gates))
+        x = states[0][:-1] if job.flipped else states[0][1:]
+    top = record[-1][1][0]
+    dout = _put_out_back(top[:-1] if jobs[-1].flipped else top[1:], gain, dout, sums[1])
+    del x, top
+    _stack_backward(jobs, record, layers, dout, dstate, sums[0], dx, again=not kept)
 
 # %% ../../nbs/engine/03_layer.ipynb #45d94130
 class StepNode(torch.autograd.Function):

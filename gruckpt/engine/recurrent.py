@@ -19,7 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .cells import GRUCell, LSTMCell, make_cell
-from .layer import DropoutMask, LayerNode, LayerRun, StepNode, norm_output, plain_layer
+from .layer import (DropoutMask, LayerNode, LayerRun, StackNode, StackRun, StepNode,
+                                  norm_output, plain_layer)
 from .scan import scan_spans, is_plain, plain, refuse_transforms, uncompiled
 from ..plan.segment import checked_keep, keep_each
 
@@ -193,12 +194,16 @@ class _Asked(NamedTuple):
     start: int = 0                  # absolute number of the first step
     keep: str|tuple|None = None     # what the layers keep; None: as they are told
 
-def _one_layer(rnn:_Recurrent, k:int, d:int, w:list, x, state:list, asked:_Asked):
-    "Layer k, direction d over `x`, which is normed if it has a gain: (output, final states)"
+def _job(rnn:_Recurrent, k:int, d:int, dtype:torch.dtype, asked:_Asked) -> LayerRun:
+    "What layer k, direction d computes in a call"
     p = rnn.dropout if rnn.training and k else 0.
     drop = DropoutMask(p, asked.seed, k, asked.start) if p else None
     keep, top = keep_each(asked.keep or rnn.keep, rnn.num_layers)[k], k == rnn.num_layers - 1
-    job = LayerRun(rnn.cell, keep, rnn.chunk_len, d == 1, drop, _dtype_of(x, w), top, rnn.backend)
+    return LayerRun(rnn.cell, keep, rnn.chunk_len, d == 1, drop, dtype, top, rnn.backend)
+
+def _one_layer(rnn:_Recurrent, k:int, d:int, w:list, x, state:list, asked:_Asked):
+    "Layer k, direction d over `x`, which is normed if it has a gain: (output, final states)"
+    job = _job(rnn, k, d, _dtype_of(x, w), asked)
     if is_plain(): out, *final = plain_layer(job, x, state, w)
     else: out, *final = LayerNode.apply(job, len(state), x, *state, *w)
     return out, final
@@ -252,6 +257,14 @@ def _part(rnn, layers, weights, x, rectangles, states, asked:_Asked) -> tuple:
     if rectangles is None: return _stack(rnn, layers, weights, x, states, asked)
     return _packed_stack(rnn, layers, weights, x, rectangles, states, asked)
 
+def _cut_stack(rnn:_Recurrent, layers:tuple, weights:tuple, x, states:list, cuts:tuple, asked:_Asked):
+    "As `_stage`, the whole stage as one node of the graph"
+    flat, gain = weights
+    jobs = tuple(_job(rnn, k, d, _dtype_of(x, w), asked) for (k, d), w in zip(layers, flat))
+    run = StackRun(jobs, cuts, len(states))
+    out, *finals = StackNode.apply(run, x, *states, *[t for w in flat for t in w], gain)
+    return out, finals
+
 # %% ../../nbs/engine/04_recurrent.ipynb #d8800a04
 def _stage(
     rnn:_Recurrent,
@@ -268,6 +281,8 @@ def _stage(
     asks = [asked._replace(start=asked.start + a) for a, _ in cuts][order]
     spans = _spans(cuts, batch_sizes)[order]
     if len(cuts) == 1: return _part(rnn, layers, weights, x, spans[0][1], states, asked)
+    if batch_sizes is None and not is_plain() and torch.is_grad_enabled():
+        return _cut_stack(rnn, layers, weights, x, states, tuple(cuts[order]), asked)
     leaves, spec = tree_flatten(weights)
     derived = [j for j, t in enumerate(leaves) if t is not None and not t.is_leaf]
     def step(x, carried, *given):
