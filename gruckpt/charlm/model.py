@@ -235,7 +235,7 @@ def _drops(model:_Layers) -> bool: return model.training and model.spec.dropout 
 
 def _drawn_seed() -> int:
     "One draw from torch's default generator"
-    drawn = torch.randint(2**62, ())
+    drawn = torch.randint(2**62, (), device='cpu')
     return 0 if is_fake(drawn) else int(drawn)
 
 # %% ../../nbs/charlm/03_model.ipynb #a0cb5d5f

@@ -474,7 +474,8 @@ def _op_work(o:LayerBytes, op:str, n:int, m:int) -> Work:
 
 def _input_work(o:LayerBytes, n:int, m:int) -> Work:
     "A chunk's input where it is cast, normed or dropped; a mask is drawn once, in one kernel or many"
-    launches, rows = o.copied + 7*o.x_normed + mask_launches(o.device)*o.dropped, 2*o.copied + 9*o.x_normed + 6*o.dropped
+    launches = o.copied + 7*o.x_normed + mask_launches(o.device)*o.dropped
+    rows = 2*o.copied + 9*o.x_normed + 6*o.dropped
     return Work(moved=n*rows*o.row, launches=m*launches)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #c0f9ff97
