@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from ..engine.layer import DropoutMask, mixed_seed
+from ..engine.layer import DropoutMask
 from ..engine.scan import autocast_now, is_plain
+from ..plan.segment import constants_for
 
 # %% ../../nbs/tft/04_vsn.ipynb #d5afac2f
 class _Again(torch.autograd.Function):
@@ -199,14 +200,7 @@ def _masks(
     like:torch.Tensor,     # G x N x H
 ) -> torch.Tensor:         # 0 or 1/(1-p), in the form of `like`
     "The masks of a group of variables"
-    cut, n = min(round(drop.p * 2**16), 2**16 - 1), like[0].numel()
-    bits = torch.empty(len(like), -(-n // 4), dtype=torch.int64, device=like.device)
-    g = torch.Generator(like.device)
-    for i, row in enumerate(bits.unbind()):
-        g.manual_seed(mixed_seed(drop.seed, drop.layer, drop.start + v + i) & 0xFFFFFFFF)
-        row.random_(-2**63, None, generator=g)
-    kept = (bits.view(torch.int16)[:, :n] >= cut - 2**15).view(like.shape)
-    return torch.mul(kept, 2**16 / (2**16 - cut), out=torch.empty_like(like))
+    return drop.scale(v, torch.empty_like(like))
 
 # %% ../../nbs/tft/04_vsn.ipynb #b8b4f450
 def _advance(
@@ -445,14 +439,15 @@ class Select(NamedTuple):
     joint_drop:DropoutMask|None=None
 
 _STRAIGHT = Select()
-_CELLS = 2**19    # numbers in a tensor of a group, G x N x H, that stays in a processor's cache
+_CELLS = {'cpu': 2**19, 'cuda': 2**26}   # numbers in a tensor of a group, G x N x H; the first stay in cache
 
 def default_group_len(
     n_rows:int,   # rows, B x T
     width:int,    # H
+    device:str='cpu',   # its type
 ) -> int:         # variables
-    "Variables in a group: enough for two threads, few enough for the cache"
-    return max(2, _CELLS // max(n_rows * width, 1))
+    "Variables in a group: enough for two threads, few enough for the cache; on a GPU few launches"
+    return max(2, _CELLS.get(constants_for(device), _CELLS['cpu']) // max(n_rows * width, 1))
 
 # %% ../../nbs/tft/04_vsn.ipynb #772bbab8
 class VSN(nn.Module):
@@ -506,6 +501,6 @@ def _one_kind(inputs, s, w, how:Select, start:int, dtype:torch.dtype) -> torch.T
     V, N, H = s.shape[0], s.shape[1], w[-1].shape[-1]
     drop = how.drop and DropoutMask(how.drop.p, how.drop.seed, how.drop.layer, start)
     if is_plain(): return _plainly(inputs, s, VarWeights(*w), drop)
-    groups = _groups(V, how.group_len or default_group_len(N, H))
+    groups = _groups(V, how.group_len or default_group_len(N, H, s.device.type))
     keep = not how.again and torch.is_grad_enabled()
     return _Select.apply(_Job(type(inputs), groups, drop, keep, dtype), s, *inputs, *w)
