@@ -71,6 +71,13 @@ class LayerBytes:
     def record(self, n): return self.states(n) + (self.keep == 'gates') * self.gates(n)
     def part(self, n): "The input of a chunk"; return self.chunk(n) * self.batch * self.n_in * self.item
     def casts(self) -> int: "Copies of the weights in the type of the arithmetic"; return _casts(self)
+    @property
+    def lent(self) -> bool:
+        "Do the buffers of a chunk belong to the backend?"
+        return backend_for(self.cell, self.device, self.backend).held is not None
+    def held(self, n) -> tuple|None:
+        "(bytes, bytes) of the backend's own buffers after a first pass forward, and back; later passes find them"
+        return _held(self, n)
     def scratch(self, n) -> Scratch: "Of the cell's operations on a chunk"; return _scratch(self, n)
     def forward(self, n): "Scratch of the forward pass"; return _forward_scratch(self, n)
     def backward(self, n): "Scratch of the backward pass"; return _backward_scratch(self, n)
@@ -86,8 +93,11 @@ def _scratch(o:LayerBytes, n) -> Scratch:
     n_rows, walk = o.chunk(n) * o.batch, backend_for(o.cell, o.device, o.backend)
     found = o.cell.scratch(o, n_rows)
     if walk.scratch is None: return found
-    advance, reverse = walk.scratch(o, n_rows)
-    return found._replace(advance=advance, reverse=reverse)
+    return found._replace(**dict(zip(('advance', 'reverse', 'factors', 'kept'), walk.scratch(o, n_rows))))
+
+def _held(o:LayerBytes, n) -> tuple|None:
+    walk = backend_for(o.cell, o.device, o.backend)
+    return None if walk.held is None else walk.held(o, o.chunk(n))
 
 def norm_scratch(
     o:LayerBytes,   # the layer
@@ -108,7 +118,7 @@ def norm_back_scratch(
 
 def _forward_scratch(o:LayerBytes, n):
     "The gates of a chunk, the bias, and the larger of what the projection and the walk need"
-    gates, cell = (o.keep == 'hidden') * o.gates(o.chunk(n)), o.scratch(n)
+    gates, cell = (o.keep == 'hidden') * (not o.lent) * o.gates(o.chunk(n)), o.scratch(n)
     x = (o.copied + o.dropped + (o.dropped and o.x_normed)) * o.part(n)
     return gates + cell.bias + np.maximum(np.maximum(x, o.x_normed * norm_scratch(o, n)), cell.advance)
 
@@ -128,5 +138,5 @@ def _backward_scratch(o:LayerBytes, n):
     "The gates and factors of a chunk, the bias, dh, the input if it is copied, and the largest stage"
     most, *others = _stages(o, n)
     for stage in others: most = np.maximum(most, stage)
-    rows = (o.cell.n_slots + o.cell.n_spare) * o.chunk(n) * o.row
+    rows = (not o.lent) * (o.cell.n_slots + o.cell.n_spare) * o.chunk(n) * o.row
     return rows + o.scratch(n).bias + o.cell.n_states * o.row + o.copied * o.part(n) + most
