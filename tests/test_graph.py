@@ -1,4 +1,4 @@
-"""Walks recorded over static buffers and replayed: the eager gradients, whatever the options; what a capture needs."""
+"""Walks recorded over static buffers and replayed: the eager gradients; what a capture needs."""
 import copy
 import pickle
 import threading
@@ -42,11 +42,11 @@ def same(found, oracle, eps=1e-10):
 
 
 def both(rnn, x, *args, **kw):
-    "By the eager walks and, three times, by replays."
+    "By the eager walks and, twice, by replays."
     rnn.backend = 'eager'
     oracle = values(rnn, x, *args, **kw)
     rnn.backend = 'graph'
-    for _ in range(3): same(values(rnn, x, *args, **kw), oracle, TOLERANCE[x.dtype])
+    for _ in range(2): same(values(rnn, x, *args, **kw), oracle, TOLERANCE[x.dtype])
     return oracle
 
 
@@ -54,15 +54,15 @@ def both(rnn, x, *args, **kw):
 @pytest.mark.parametrize('dtype', TOLERANCE, ids=str)
 def test_gradients_are_the_eager_ones(cell, dtype):
     torch.manual_seed(0)
-    x = torch.randn(23, 3, 5, dtype=dtype)
+    x = torch.randn(9, 3, 5, dtype=dtype)
     rnn = layers_of(cell, 5, 6, 2, chunk_len=4, dtype=dtype)
-    for rnn.keep in ('hidden', 'gates', ('gates', 'hidden')):
-        for rnn.seg_len in (None, 9, 1): both(rnn, x)
+    for rnn.keep, rnn.seg_len in (('hidden', None), ('gates', 6), (('gates', 'hidden'), None), ('hidden', 5)):
+        both(rnn, x)
 
 
-@pytest.mark.parametrize('options', [dict(bidirectional=True), dict(bidirectional=True, seg_len=5), dict(bias=False),
-                                     dict(dropout=.4), dict(dropout=.4, seg_len=5), dict(batch_first=True),
-                                     dict(chunk_len=None), dict(chunk_len=1)], ids=str)
+@pytest.mark.parametrize('options', [
+    dict(bidirectional=True), dict(bidirectional=True, seg_len=5), dict(bias=False), dict(dropout=.4),
+    dict(dropout=.4, seg_len=5), dict(batch_first=True), dict(chunk_len=None), dict(chunk_len=1)], ids=str)
 @pytest.mark.parametrize('make', [gruckpt.GRU, gruckpt.LSTM])
 def test_options(make, options):
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def test_autocast(cell):
     found = []
     for rnn.backend in ('eager', 'graph', 'graph'):
         with torch.autocast('cpu', torch.bfloat16): found.append(values(rnn, x))
-    for again in found[1:]: same(again, found[0], 0 if cell.form != 'mingru' else .02)    # the very same operations
+    for again in found[1:]: same(again, found[0], 0 if cell.form != 'mingru' else .02)    # a scan, not a walk
 
 
 def test_no_grad_retain_graph_and_two_steps():
@@ -186,6 +186,9 @@ def test_a_failed_pass_gives_its_buffers_back(monkeypatch):
     both(rnn.double(), x.double())
 
 
+TIMES = iter(range(99))
+
+
 class Odd(GRUCell):
     "A cell that cannot be recorded."
     form = 'odd'
@@ -199,7 +202,7 @@ class Odd(GRUCell):
     (lambda prev, new: prev.sum().item(), 'which asks for a value'),
     (lambda prev, new: prev[prev > 0], 'which asks for a value'),
     (lambda prev, new: new.add_(Odd.outside), 'reads a tensor of'),
-    (lambda prev, new, n=iter(range(99)): new.mul_(2) if next(n) else new.add_(1), 'differs from the first time')])
+    (lambda prev, new: new.mul_(2) if next(TIMES) else new.add_(1), 'differs from the first time')])
 def test_what_cannot_be_recorded_is_one_line(trouble, why, monkeypatch):
     monkeypatch.setattr(Odd, 'trouble', staticmethod(trouble))
     monkeypatch.setattr(Odd, 'outside', torch.ones(4), raising=False)
@@ -207,7 +210,8 @@ def test_what_cannot_be_recorded_is_one_line(trouble, why, monkeypatch):
     rnn = gruckpt.Recurrent(Odd(), 3, 4, backend='graph')
     with pytest.raises(RuntimeError, match=why) as e:
         for _ in range(2): rnn(torch.randn(5, 2, 3))
-    assert str(e.value).startswith("backend='graph' cannot record") and str(e.value).endswith("use backend='eager'")
+    assert str(e.value).startswith("backend='graph' cannot record")
+    assert str(e.value).endswith("use backend='eager'")
     for device in ('cpu', 'cuda'): del BACKENDS['odd', device]
 
 

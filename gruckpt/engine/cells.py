@@ -132,7 +132,7 @@ def make_cell(
 
 # %% ../../nbs/engine/00_cells.ipynb #20fb7925
 class Desk:
-    """What a pass over a layer works with: the buffers of its longest chunk, made for this pass, and the walks
+    """What a pass over a layer works with: buffers of its longest chunk, made for this pass, and the walks
 
     Parameters
     ----------
@@ -155,9 +155,9 @@ class Desk:
     def gates(self): return self.like.new_empty(self.steps, self.batch, self.cell.n_slots * self.width)
     def spare(self): return self.like.new_empty(self.cell.n_spare, self.steps, self.batch, self.width)
     def advance(self, gates, prev, new, order): self.walk.advance(self.cell, gates, prev, new, self.w, order)
-
     def retrace(self, *args) -> tuple: return retrace(self.walk, self.cell, self.w, *args)
 
+# %% ../../nbs/engine/00_cells.ipynb #8fe265e8
 def retrace(
     walk,       # the `Backend`
     cell,       # of the layer
@@ -177,17 +177,16 @@ def retrace(
     walk.reverse(cell, gates, kept, dout, dstate, w, order)
     return kept
 
-# %% ../../nbs/engine/00_cells.ipynb #8fe265e8
 class Backend(NamedTuple):
-    """Who runs what is done to a chunk; all but `desk` and the bytes are called as the cell's own, the cell first
+    """Who runs what is done to a chunk; operations are called as the cell's own, with the cell before
 
     Parameters
     ----------
     name : what a person asks for
     advance : forward
     reverse : back
-    scratch : (layer, rows of a chunk) → bytes allocated by `advance`, by `reverse`, and where `factors` is its
-        own, those made and those kept by it; None: as the cell says
+    scratch : (layer, rows of a chunk) → bytes allocated by `advance` and `reverse`, and by `factors` and kept by
+        it where that is its own; None: as the cell says
     rebuild : gates from kept states
     factors : what the walk back multiplies by
     desk : where a pass works, see `Desk`
@@ -205,7 +204,7 @@ class Backend(NamedTuple):
 EAGER = Backend('eager')
 BACKENDS = {}    # (form of a cell, type of device) → {name: Backend}, the one that 'auto' takes first
 PAGES = {'graph': 'gruckpt.engine.graph', 'triton': 'gruckpt.engine.triton',
-         'graph+triton': 'gruckpt.engine.triton'}    # backends that are only loaded when a person asks for them
+         'graph+triton': 'gruckpt.engine.triton'}    # backends that are loaded when a person asks for them
 
 # %% ../../nbs/engine/00_cells.ipynb #4a213e6c
 def backend_for(
@@ -219,8 +218,9 @@ def backend_for(
     if name == 'auto': return next(iter(known.values()), EAGER)
     if name == 'eager': return EAGER
     if name not in known:
-        raise ValueError(f'backend must be one of {", ".join(dict.fromkeys(["auto", "eager", *known, *PAGES]))}, '
-                         f'got {name!r} for the cell {cell.form} on {device}')
+        names = dict.fromkeys(['auto', 'eager', *known, *PAGES])
+        raise ValueError(f'backend must be one of {", ".join(names)}, got {name!r} for the cell {cell.form} '
+                         f'on {device}')
     return known[name]
 
 # %% ../../nbs/engine/00_cells.ipynb #42daf340

@@ -6,8 +6,9 @@
 __all__ = ['MOST_LENGTHS', 'MOST_IDLE', 'Proof', 'Checked', 'Captured', 'Shape', 'Buffers', 'take_buffers', 'give_back',
            'release_buffers', 'idle_bytes', 'GraphDesk', 'graph_over']
 
-# %% ../../nbs/engine/11_graph.ipynb #e7ef29a7
+# %% ../../nbs/engine/11_graph.ipynb #877c4013
 from collections import OrderedDict
+from functools import cache
 from math import prod
 from threading import Lock
 from typing import NamedTuple
@@ -15,13 +16,16 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .cells import BACKENDS, EAGER, CellWeights, Desk, retrace
 from .mingru import SCAN
+from ..measure.meter import flat_tensors
 
-# %% ../../nbs/engine/11_graph.ipynb #8f20491c
-_VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# %% ../../nbs/engine/11_graph.ipynb #ca9881d2
+@cache
+def _asks(func) -> bool:
+    "Does an operation need a value on the processor?"
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags})
 
 class Proof(TorchDispatchMode):
     """Sees whether what runs inside could be recorded; RuntimeError for an operation that could not
@@ -42,22 +46,23 @@ class Proof(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         "Run an operation, and write it down"
-        if _VALUE_TAGS & {*func.tags}: raise RuntimeError(_REFUSED.format(func.name(), 'asks for a value'))
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.numel() and t.dim()]
-        for t in given:
-            if self._place(t)[0] is not None: continue
-            raise RuntimeError(_REFUSED.format(func.name(), f'reads a tensor of {tuple(t.shape)} from outside'))
-        found = func(*args, **(kwargs or {}))
+        if _asks(func): raise RuntimeError(_REFUSED.format(func.name(), 'asks for a value'))
+        kwargs = kwargs or {}
+        given = [t for t in flat_tensors((args, *kwargs.values())) if t.dim() and t.numel()]
+        at = [self._place(t) for t in given]
+        if None in (place for place, *_ in at):
+            shape = next(tuple(t.shape) for t, (place, *_) in zip(given, at) if place is None)
+            raise RuntimeError(_REFUSED.format(func.name(), f'reads a tensor of {shape} from outside'))
+        found = func(*args, **kwargs)
         held = {t.untyped_storage().data_ptr() for t in given} | self._static
-        for t in tree_leaves(found):
-            if not isinstance(t, torch.Tensor) or t.untyped_storage().data_ptr() in held: continue
-            self._places[t.untyped_storage().data_ptr()] = f'made {len(self.seen)}'
-        self.seen.append((func.name(), *map(self._place, given)))
+        for pointer in {t.untyped_storage().data_ptr() for t in flat_tensors((found,))} - held:
+            self._places[pointer] = f'made {len(self.seen)}'
+        self.seen.append((func.name(), *at))
         return found
 
 _REFUSED = "backend='graph' cannot record {}, which {}; use backend='eager'"
 
-# %% ../../nbs/engine/11_graph.ipynb #ab49d860
+# %% ../../nbs/engine/11_graph.ipynb #e6f41d5c
 class Checked:
     "A function over static tensors, called again and held against its first run; the stand-in on a CPU"
     def __init__(self): self.seen = None
@@ -90,7 +95,7 @@ class Captured:
         self.graph = graph
         return now
 
-# %% ../../nbs/engine/11_graph.ipynb #695beb5c
+# %% ../../nbs/engine/11_graph.ipynb #e355f259
 class Shape(NamedTuple):
     """What buffers and recordings are for
 
@@ -116,7 +121,10 @@ class Shape(NamedTuple):
     device: torch.device
     stream: int
 
-_READ, MOST_LENGTHS = ('w_h', 'gain', 'w_r'), 16     # weights that walks read; recordings over one set of buffers
+_READ = 'w_h', 'gain', 'w_r'     # weights that walks read
+
+# %% ../../nbs/engine/11_graph.ipynb #c59b2aad
+MOST_LENGTHS = 16     # recordings over one set of buffers
 
 class Buffers:
     "Static memory of a shape for chunks of up to `steps`, and what was recorded over it"
@@ -161,7 +169,22 @@ class Buffers:
         self.replays.move_to_end(what)
         return self.replays[what](run, self.tensors())
 
-# %% ../../nbs/engine/11_graph.ipynb #a6470af5
+# %% ../../nbs/engine/11_graph.ipynb #4be82706
+def _held(o, n) -> tuple:
+    "Bytes of a layer's static buffers after a pass forward, and after one back, for chunks of n steps"
+    shapes, rows, B = o.cell.shapes(1, o.width), o.cell.n_slots, o.batch
+    weights = sum(prod(shapes[name]) for name in ('weight_hh', 'norm') if name in shapes)
+    forward = (n * rows + (n + 1) * o.cell.n_states) * o.row + weights * o.item
+    back = (n * (o.cell.n_spare + 1) + o.cell.n_states) * o.row
+    if o.device != 'cuda': return forward, forward + back
+    made = o.cell.scratch(o, n * B)
+    on_way, on_way_back = made.advance, max(made.factors, made.kept + made.reverse)
+    pool = [-(-size // _BLOCK) * _BLOCK for size in (on_way, on_way_back)]
+    return forward + pool[0], forward + back + sum(pool)
+
+_BLOCK = 2 << 20
+
+# %% ../../nbs/engine/11_graph.ipynb #975d8763
 MOST_IDLE = 4
 _idle, _lock = [], Lock()     # sets that nobody works in, the last used last
 
@@ -195,18 +218,50 @@ def idle_bytes() -> int:
     "In idle buffers"
     with _lock: return sum(t.numel() * t.itemsize for o in _idle for t in o.tensors())
 
-# %% ../../nbs/engine/11_graph.ipynb #5e022888
+# %% ../../nbs/engine/11_graph.ipynb #46abf372
+def _advance(desk:'GraphDesk', gates, prev, new, order):
+    "Replay a chunk's walk, between its first state and the copies of its states"
+    o, n, first = desk.buffers, len(order), order[0]
+    mine, (early, late) = o.gates[:n], o.views(n, order.step < 0)
+    there = gates.data_ptr() == mine.data_ptr()
+    o.poison(*o.states)
+    torch._foreach_copy_([s[first] for s in early], [s[first] for s in prev])
+    if not there: mine.copy_(gates)
+    def run(): desk.walk.advance(desk.cell, mine, early, late, o.w, order)
+    o.replay(('advance', n, order.step), run)
+    torch._foreach_copy_(new, late)
+    if not there: gates.copy_(mine)
+
+def _retrace(desk:'GraphDesk', gates, there, prev, new, spare, dout, dstate, order) -> tuple:
+    "Replay a chunk from its gates, or their projection, to the gradients at them"
+    (some, at_out, *at_states), o, n, last = desk.buffers.for_back(), desk.buffers, len(order), order[0]
+    mine, (early, late), some = o.gates[:n], o.views(n, order.step > 0), some[:, :n]
+    o.poison(*o.states, *o.back)
+    to, source = [*early, *[s[last] for s in late], *at_states], [*prev, *[s[last] for s in new], *dstate]
+    if dout is not None: to, source = [*to, at_out[:n]], [*source, dout]
+    if there is not None: to, source = [*to, mine], [*source, there]
+    torch._foreach_copy_(to, source)
+    at_out, there = None if dout is None else at_out[:n], None if there is None else mine
+    def run():
+        return retrace(desk.walk, desk.cell, o.w, mine, there, early, late, some, at_out, at_states, order)
+    kept = o.replay(('retrace', n, order.step, there is None, dout is None), run)
+    torch._foreach_copy_(dstate, at_states)
+    return kept
+
+# %% ../../nbs/engine/11_graph.ipynb #074f7b52
 class GraphDesk(Desk):
     "A desk of static buffers, where walks are replayed"
     lent = True
     def __enter__(self):
         "Take buffers, and copy the weights in"
-        like, w = self.like, {name: getattr(self.w, name) for name in _READ if getattr(self.w, name) is not None}
+        like, named = self.like, [(name, getattr(self.w, name)) for name in _READ]
+        w = {name: t for name, t in named if t is not None}
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_REFUSED.format('a chunk', 'is part of another capture'))
         stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
         sizes = tuple((name, tuple(t.shape)) for name, t in w.items())
-        shape = Shape(self.walk, self.cell, self.width, self.batch, self.widths, sizes, like.dtype, like.device, stream)
+        mine = self.walk, self.cell, self.width, self.batch, self.widths
+        shape = Shape(*mine, sizes, like.dtype, like.device, stream)
         self.buffers = Buffers(shape, self.steps) if is_fake(like) else take_buffers(shape, self.steps)
         self.buffers.poison(self.buffers.gates)
         if w: torch._foreach_copy_([*self.buffers.weights.values()], [*w.values()])
@@ -222,48 +277,6 @@ class GraphDesk(Desk):
     def advance(self, gates, prev, new, order): _advance(self, gates, prev, new, order)
     def retrace(self, *args) -> tuple: return _retrace(self, *args)
 
-def _advance(desk:GraphDesk, gates, prev, new, order):
-    "Replay a chunk's walk, between its first state and the copies of its states"
-    o, n, first = desk.buffers, len(order), order[0]
-    mine, (early, late) = o.gates[:n], o.views(n, order.step < 0)
-    there = gates.data_ptr() == mine.data_ptr()
-    o.poison(*o.states)
-    torch._foreach_copy_([s[first] for s in early], [s[first] for s in prev])
-    if not there: mine.copy_(gates)
-    def run(): desk.walk.advance(desk.cell, mine, early, late, o.w, order)
-    o.replay(('advance', n, order.step), run)
-    torch._foreach_copy_(new, late)
-    if not there: gates.copy_(mine)
-
-def _retrace(desk:GraphDesk, gates, there, prev, new, spare, dout, dstate, order) -> tuple:
-    "Replay a chunk from its gates, or their projection, to the gradients at them"
-    (some, at_out, *at_states), o, n, last = desk.buffers.for_back(), desk.buffers, len(order), order[0]
-    mine, (early, late), some = o.gates[:n], o.views(n, order.step > 0), some[:, :n]
-    o.poison(*o.states, *o.back)
-    to, source = [*early, *[s[last] for s in late], *at_states], [*prev, *[s[last] for s in new], *dstate]
-    if dout is not None: to, source = [*to, at_out[:n]], [*source, dout]
-    if there is not None: to, source = [*to, mine], [*source, there]
-    torch._foreach_copy_(to, source)
-    at_out, there = None if dout is None else at_out[:n], None if there is None else mine
-    def run(): return retrace(desk.walk, desk.cell, o.w, mine, there, early, late, some, at_out, at_states, order)
-    kept = o.replay(('retrace', n, order.step, there is None, dout is None), run)
-    torch._foreach_copy_(dstate, at_states)
-    return kept
-
-# %% ../../nbs/engine/11_graph.ipynb #347e2950
-def _held(o, n) -> tuple:
-    "Bytes of a layer's static buffers after a pass forward, and after one back, for chunks of n steps"
-    shapes, rows, B = o.cell.shapes(1, o.width), o.cell.n_slots, o.batch
-    weights = sum(prod(shapes[name]) for name in ('weight_hh', 'norm') if name in shapes)
-    forward = (n * rows + (n + 1) * o.cell.n_states) * o.row + weights * o.item
-    back = (n * (o.cell.n_spare + 1) + o.cell.n_states) * o.row
-    if o.device != 'cuda': return forward, forward + back
-    made = o.cell.scratch(o, n * B)
-    pool = [-(-size // _BLOCK) * _BLOCK for size in (made.advance, max(made.factors, made.kept + made.reverse))]
-    return forward + pool[0], forward + back + sum(pool)
-
-_BLOCK, _FORMS = 2 << 20, ('gru after', 'gru before', 'gru after rms', 'gru before rms', 'lstm')
-
 def graph_over(
     name:str,       # of the new backend
     backend,        # a `Backend` whose walks can be recorded
@@ -274,5 +287,5 @@ def graph_over(
     for form in forms:
         for device in ('cpu', 'cuda'): BACKENDS.setdefault((form, device), {'eager': EAGER})[name] = made
 
-graph_over('graph', EAGER, *_FORMS)
+graph_over('graph', EAGER, 'gru after', 'gru before', 'gru after rms', 'gru before rms', 'lstm')
 graph_over('graph', SCAN, 'mingru')

@@ -133,7 +133,8 @@ def _layer_forward(
     x:torch.Tensor,     # T x B x I
     state:list,         # initial states, each B x width
     w:CellWeights,      # in the arithmetic's dtype
-) -> tuple:             # (states, each T+1 x B x width; all gates; with keep='hidden' the last chunk's, if not lent)
+) -> tuple:             # (states, each T+1 x B x width; all gates, or with keep='hidden' the last chunk's;
+                        # None where they are lent)
     "Run a layer over all its steps"
     (T, B), cell, H = x.shape[:2], job.cell, w.w_i.shape[0] // job.cell.n_gates
     states = [s.new_empty(T + 1, *s.shape, dtype=job.dtype) for s in state]
@@ -203,8 +204,9 @@ def _layer_backward(
             at_out = None if dout is None else dout[a:b]
             kept = desk.retrace(part, there, prev, new, some, at_out, dstate, job.order(n)[::-1])
             direct = dx is not None and job.drop is None and w.x_gain is None and dx.dtype == job.dtype
-            into = dx[a:b] if direct else None if dx is None and sums.x_gain is None else torch.empty_like(x_NI)
-            cell.collect(part, x_NI, prev, kept, w, sums, into if into is None else into.view(x_NI.shape), some)
+            wanted = dx is not None or sums.x_gain is not None
+            into = dx[a:b].view(x_NI.shape) if direct else torch.empty_like(x_NI) if wanted else None
+            cell.collect(part, x_NI, prev, kept, w, sums, into, some)
             if not direct and into is not None: _to_input(job, x, a, b, into, w.x_gain, sums.x_gain, dx)
             del x_NI, kept, into     # before the next chunk makes its own
 

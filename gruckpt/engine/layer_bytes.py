@@ -72,12 +72,8 @@ class LayerBytes:
     def part(self, n): "The input of a chunk"; return self.chunk(n) * self.batch * self.n_in * self.item
     def casts(self) -> int: "Copies of the weights in the type of the arithmetic"; return _casts(self)
     @property
-    def lent(self) -> bool:
-        "Do the buffers of a chunk belong to the backend?"
-        return backend_for(self.cell, self.device, self.backend).held is not None
-    def held(self, n) -> tuple|None:
-        "(bytes, bytes) of the backend's own buffers after a first pass forward, and back; later passes find them"
-        return _held(self, n)
+    def lent(self) -> bool: "Are a chunk's buffers the backend's?"; return _walk(self).held is not None
+    def held(self, n): "In those, after a first pass forward, and after one back"; return _held(self, n)
     def scratch(self, n) -> Scratch: "Of the cell's operations on a chunk"; return _scratch(self, n)
     def forward(self, n): "Scratch of the forward pass"; return _forward_scratch(self, n)
     def backward(self, n): "Scratch of the backward pass"; return _backward_scratch(self, n)
@@ -90,14 +86,13 @@ def _casts(o:LayerBytes) -> int:
 def _numbers(cell, n_in:int, width:int) -> int: return sum(map(prod, cell.shapes(n_in, width).values()))
 
 def _scratch(o:LayerBytes, n) -> Scratch:
-    n_rows, walk = o.chunk(n) * o.batch, backend_for(o.cell, o.device, o.backend)
+    n_rows, walk = o.chunk(n) * o.batch, _walk(o)
     found = o.cell.scratch(o, n_rows)
     if walk.scratch is None: return found
     return found._replace(**dict(zip(('advance', 'reverse', 'factors', 'kept'), walk.scratch(o, n_rows))))
 
-def _held(o:LayerBytes, n) -> tuple|None:
-    walk = backend_for(o.cell, o.device, o.backend)
-    return None if walk.held is None else walk.held(o, o.chunk(n))
+def _walk(o:LayerBytes): return backend_for(o.cell, o.device, o.backend)
+def _held(o:LayerBytes, n) -> tuple: return _walk(o).held(o, o.chunk(n)) if o.lent else (0, 0)
 
 def norm_scratch(
     o:LayerBytes,   # the layer
