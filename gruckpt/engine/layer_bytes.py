@@ -13,6 +13,7 @@ from math import prod
 import numpy as np
 
 from .cells import Scratch, backend_for
+from .layer import mask_scratch
 from ..plan.segment import default_chunk_len
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #5e2f90d9
@@ -111,10 +112,14 @@ def norm_back_scratch(
     sums = np.maximum(o.x_trained * o.n_in * max(o.item_w, 4), c * o.item)
     return np.maximum(norm_scratch(o, n), c * o.item + 2*o.part(n) + sums)
 
+def _own(o:LayerBytes) -> bool: return o.x_normed or o.item_x != o.item   # a copy before the mask comes on
+def _masked(o:LayerBytes, n): return mask_scratch(o.chunk(n), o.batch, o.n_in, o.device)
+
 def _forward_scratch(o:LayerBytes, n):
     "The gates of a chunk, the bias, and the larger of what the projection and the walk need"
     gates, cell = (o.keep == 'hidden') * (not o.lent) * o.gates(o.chunk(n)), o.scratch(n)
-    x = (o.copied + o.dropped + (o.dropped and o.x_normed)) * o.part(n)
+    x = o.copied * o.part(n)
+    if o.dropped: x = (1 + _own(o)) * o.part(n) + np.maximum(o.part(n), _masked(o, n))
     return gates + cell.bias + np.maximum(np.maximum(x, o.x_normed * norm_scratch(o, n)), cell.advance)
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #ce8475c5
@@ -122,16 +127,17 @@ def _stages(o:LayerBytes, n) -> list:
     "What each stage of a chunk of the backward pass needs for itself"
     cell, part = o.scratch(n), o.part(n)
     into = o.into and (o.dropped or o.item_x != o.item) or o.x_normed
-    return [o.dropped * (1 + o.x_normed) * part,                         # the mask of the input
-            o.x_normed * (norm_scratch(o, n) - part),                    # the norm of the input, before it is
+    return [o.dropped * (_masked(o, n) - part),                          # the mask, before the input is
+            o.x_normed * (norm_scratch(o, n) - part),                    # and the input's norm
+            o.dropped * _own(o) * part,                                  # which is there until it is dropped
             cell.factors,
             cell.kept + cell.reverse,
-            cell.kept + into * part + np.maximum(o.dropped * part, o.trained * cell.collect),
+            cell.kept + into * part + o.trained * cell.collect,
             cell.kept + o.x_normed * (part + norm_back_scratch(o, n))]
 
 def _backward_scratch(o:LayerBytes, n):
-    "The gates and factors of a chunk, the bias, dh, the input if it is copied, and the largest stage"
+    "The gates and factors of a chunk, the bias, dh, the input's copy and mask, and the largest stage"
     most, *others = _stages(o, n)
     for stage in others: most = np.maximum(most, stage)
     rows = (not o.lent) * (o.cell.n_slots + o.cell.n_spare) * o.chunk(n) * o.row
-    return rows + o.scratch(n).bias + o.cell.n_states * o.row + o.copied * o.part(n) + most
+    return rows + o.scratch(n).bias + o.cell.n_states * o.row + (o.copied + o.dropped) * o.part(n) + most

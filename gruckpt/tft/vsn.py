@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from ..engine.layer import DropoutMask, mixed_seed
+from ..engine.layer import DropoutMask
 from ..engine.scan import autocast_now, is_plain
 
 # %% ../../nbs/tft/04_vsn.ipynb #d5afac2f
@@ -199,14 +199,7 @@ def _masks(
     like:torch.Tensor,     # G x N x H
 ) -> torch.Tensor:         # 0 or 1/(1-p), in the form of `like`
     "The masks of a group of variables"
-    cut, n = min(round(drop.p * 2**16), 2**16 - 1), like[0].numel()
-    bits = torch.empty(len(like), -(-n // 4), dtype=torch.int64, device=like.device)
-    g = torch.Generator(like.device)
-    for i, row in enumerate(bits.unbind()):
-        g.manual_seed(mixed_seed(drop.seed, drop.layer, drop.start + v + i) & 0xFFFFFFFF)
-        row.random_(-2**63, None, generator=g)
-    kept = (bits.view(torch.int16)[:, :n] >= cut - 2**15).view(like.shape)
-    return torch.mul(kept, 2**16 / (2**16 - cut), out=torch.empty_like(like))
+    return drop.scale(v, torch.empty_like(like))
 
 # %% ../../nbs/tft/04_vsn.ipynb #b8b4f450
 def _advance(
