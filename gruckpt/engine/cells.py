@@ -185,8 +185,8 @@ class Backend(NamedTuple):
     name : what a person asks for
     advance : forward
     reverse : back
-    scratch : (layer, rows of a chunk) → bytes allocated by `advance` and `reverse`, and by `factors` and kept by
-        it where that is its own; None: as the cell says
+    scratch : (layer, rows of a chunk) → bytes that `advance` and `reverse` allocate, and its own `factors` both
+        allocate and keep; None: as the cell says
     rebuild : gates from kept states
     factors : what the walk back multiplies by
     desk : where a pass works, see `Desk`

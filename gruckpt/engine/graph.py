@@ -6,7 +6,7 @@
 __all__ = ['MOST_LENGTHS', 'MOST_IDLE', 'Proof', 'Checked', 'Captured', 'Shape', 'Buffers', 'take_buffers', 'give_back',
            'release_buffers', 'idle_bytes', 'GraphDesk', 'graph_over']
 
-# %% ../../nbs/engine/11_graph.ipynb #877c4013
+# %% ../../nbs/engine/11_graph.ipynb #172fdc61
 from collections import OrderedDict
 from functools import cache
 from math import prod
@@ -21,7 +21,7 @@ from .cells import BACKENDS, EAGER, CellWeights, Desk, retrace
 from .mingru import SCAN
 from ..measure.meter import flat_tensors
 
-# %% ../../nbs/engine/11_graph.ipynb #ca9881d2
+# %% ../../nbs/engine/11_graph.ipynb #afc31ba9
 @cache
 def _asks(func) -> bool:
     "Does an operation need a value on the processor?"
@@ -62,7 +62,7 @@ class Proof(TorchDispatchMode):
 
 _REFUSED = "backend='graph' cannot record {}, which {}; use backend='eager'"
 
-# %% ../../nbs/engine/11_graph.ipynb #e6f41d5c
+# %% ../../nbs/engine/11_graph.ipynb #e56533c6
 class Checked:
     "A function over static tensors, called again and held against its first run; the stand-in on a CPU"
     def __init__(self): self.seen = None
@@ -95,7 +95,7 @@ class Captured:
         self.graph = graph
         return now
 
-# %% ../../nbs/engine/11_graph.ipynb #e355f259
+# %% ../../nbs/engine/11_graph.ipynb #f424e967
 class Shape(NamedTuple):
     """What buffers and recordings are for
 
@@ -123,7 +123,7 @@ class Shape(NamedTuple):
 
 _READ = 'w_h', 'gain', 'w_r'     # weights that walks read
 
-# %% ../../nbs/engine/11_graph.ipynb #c59b2aad
+# %% ../../nbs/engine/11_graph.ipynb #1e57d311
 MOST_LENGTHS = 16     # recordings over one set of buffers
 
 class Buffers:
@@ -169,7 +169,7 @@ class Buffers:
         self.replays.move_to_end(what)
         return self.replays[what](run, self.tensors())
 
-# %% ../../nbs/engine/11_graph.ipynb #4be82706
+# %% ../../nbs/engine/11_graph.ipynb #9a4a3a6a
 def _held(o, n) -> tuple:
     "Bytes of a layer's static buffers after a pass forward, and after one back, for chunks of n steps"
     shapes, rows, B = o.cell.shapes(1, o.width), o.cell.n_slots, o.batch
@@ -184,7 +184,7 @@ def _held(o, n) -> tuple:
 
 _BLOCK = 2 << 20
 
-# %% ../../nbs/engine/11_graph.ipynb #975d8763
+# %% ../../nbs/engine/11_graph.ipynb #ca4bd9e4
 MOST_IDLE = 4
 _idle, _lock = [], Lock()     # sets that nobody works in, the last used last
 
@@ -218,7 +218,7 @@ def idle_bytes() -> int:
     "In idle buffers"
     with _lock: return sum(t.numel() * t.itemsize for o in _idle for t in o.tensors())
 
-# %% ../../nbs/engine/11_graph.ipynb #46abf372
+# %% ../../nbs/engine/11_graph.ipynb #5e1efdb7
 def _advance(desk:'GraphDesk', gates, prev, new, order):
     "Replay a chunk's walk, between its first state and the copies of its states"
     o, n, first = desk.buffers, len(order), order[0]
@@ -248,7 +248,7 @@ def _retrace(desk:'GraphDesk', gates, there, prev, new, spare, dout, dstate, ord
     torch._foreach_copy_(dstate, at_states)
     return kept
 
-# %% ../../nbs/engine/11_graph.ipynb #074f7b52
+# %% ../../nbs/engine/11_graph.ipynb #b0163c8f
 class GraphDesk(Desk):
     "A desk of static buffers, where walks are replayed"
     lent = True
@@ -281,9 +281,10 @@ def graph_over(
     name:str,       # of the new backend
     backend,        # a `Backend` whose walks can be recorded
     *forms:str,     # of cells
+    desk:type=GraphDesk,    # where its passes work
 ) -> None:
     "Register a backend that records another one's operations"
-    made = backend._replace(name=name, desk=GraphDesk, held=_held)
+    made = backend._replace(name=name, desk=desk, held=_held)
     for form in forms:
         for device in ('cpu', 'cuda'): BACKENDS.setdefault((form, device), {'eager': EAGER})[name] = made
 
