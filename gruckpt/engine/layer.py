@@ -217,19 +217,22 @@ def _layer_forward(
     x:torch.Tensor,     # T x B x I
     state:list,         # initial states, each B x width
     w:CellWeights,      # in the arithmetic's dtype
-) -> tuple:             # (states, each T+1 x B x width; all gates, or with keep='hidden' the last chunk's)
+) -> tuple:             # (states, each T+1 x B x width; all gates, or with keep='hidden' the last chunk's;
+                        # None where they are lent)
     "Run a layer over all its steps"
     (T, B), cell, H = x.shape[:2], job.cell, w.w_i.shape[0] // job.cell.n_gates
     states = [s.new_empty(T + 1, *s.shape, dtype=job.dtype) for s in state]
     for kept, s in zip(states, state): kept[T if job.flipped else 0].copy_(s)
     bias, chunks, walk = cell.bias(w), job.chunks(T, B, x.device.type), job.walk(x)
     longest = max(b - a for a, b in chunks)
-    gates = x.new_empty(T if job.keep == 'gates' else longest, B, cell.n_slots * H, dtype=job.dtype)
-    for a, b in chunks:
-        part = gates[a:b] if job.keep == 'gates' else gates[:b - a]
-        cell.project(job.x(x, a, b, w.x_gain), w, bias, part)
-        walk.advance(cell, part, *job.views(states, a, b), w, job.order(b - a))
-    return states, gates
+    all_gates = x.new_empty(T, B, cell.n_slots * H, dtype=job.dtype) if job.keep == 'gates' else None
+    with walk.desk(walk, cell, w, longest, states) as desk:
+        gates = desk.gates() if all_gates is None else all_gates
+        for a, b in chunks:
+            part = gates[:b - a] if all_gates is None else gates[a:b]
+            cell.project(job.x(x, a, b, w.x_gain), w, bias, part)
+            desk.advance(part, *job.views(states, a, b), job.order(b - a))
+        return states, None if gates is not all_gates and desk.lent else gates
 
 # %% ../../nbs/engine/03_layer.ipynb #19e838fb
 def gradient_sums(
@@ -270,26 +273,27 @@ def _layer_backward(
     room=None,                  # the gates of the last chunk, if they are there; written over
 ):
     "Walk a layer back over all its steps"
-    (T, B), cell, H = x.shape[:2], job.cell, w.w_i.shape[0] // job.cell.n_gates
+    (T, B), cell = x.shape[:2], job.cell
     bias, chunks, walk = cell.bias(w), job.chunks(T, B, x.device.type), job.walk(x)
     longest = max(b - a for a, b in chunks)
-    there = None if room is None else chunks[-1]
-    if room is None: room = x.new_empty(longest, B, cell.n_slots * H, dtype=job.dtype)
-    spare = x.new_empty(cell.n_spare, longest, B, H, dtype=job.dtype)
-    for a, b in reversed(chunks):
-        n, mask, (prev, new) = b - a, job.mask(x, a, b), job.views(states, a, b)
-        x_NI = job.x(x, a, b, w.x_gain, mask)
-        part, some = room[:n], spare[:, :n]
-        if gates is None and (a, b) != there:
-            cell.project(x_NI, w, bias, part)
-            cell.rebuild(part, prev, new, w, some[0])
-        kept = cell.factors(part if gates is None else gates[a:b], prev, new, part, some, w)
-        walk.reverse(cell, part, kept, None if dout is None else dout[a:b], dstate, w, job.order(n)[::-1])
-        direct = dx is not None and job.drop is None and w.x_gain is None and dx.dtype == job.dtype
-        into = dx[a:b] if direct else None if dx is None and sums.x_gain is None else torch.empty_like(x_NI)
-        cell.collect(part, x_NI, prev, kept, w, sums, into if into is None else into.view(x_NI.shape), some)
-        if not direct and into is not None: _to_input(job, x, a, b, into, w.x_gain, sums.x_gain, dx, mask)
-        del x_NI, kept, into, mask     # before the next chunk makes its own
+    last = None if room is None else chunks[-1]
+    with walk.desk(walk, cell, w, longest, states) as desk:
+        if room is None: room = desk.gates()
+        spare = desk.spare()
+        for a, b in reversed(chunks):
+            n, mask, (prev, new) = b - a, job.mask(x, a, b), job.views(states, a, b)
+            x_NI = job.x(x, a, b, w.x_gain, mask)
+            part, some = room[:n], spare[:, :n]
+            there = gates[a:b] if gates is not None else part if (a, b) == last else None
+            if there is None: cell.project(x_NI, w, bias, part)
+            at_out = None if dout is None else dout[a:b]
+            kept = desk.retrace(part, there, prev, new, some, at_out, dstate, job.order(n)[::-1])
+            direct = dx is not None and job.drop is None and w.x_gain is None and dx.dtype == job.dtype
+            wanted = dx is not None or sums.x_gain is not None
+            into = dx[a:b].view(x_NI.shape) if direct else torch.empty_like(x_NI) if wanted else None
+            cell.collect(part, x_NI, prev, kept, w, sums, into, some)
+            if not direct and into is not None: _to_input(job, x, a, b, into, w.x_gain, sums.x_gain, dx, mask)
+            del x_NI, kept, into, mask     # before the next chunk makes its own
 
 def _to_input(job:LayerRun, x, a:int, b:int, into_NI, gain, total, dx, mask):
     "Gradients at the rows that the cell saw become those at the input's steps a to b"

@@ -72,6 +72,9 @@ class LayerBytes:
     def record(self, n): return self.states(n) + (self.keep == 'gates') * self.gates(n)
     def part(self, n): "The input of a chunk"; return self.chunk(n) * self.batch * self.n_in * self.item
     def casts(self) -> int: "Copies of the weights in the type of the arithmetic"; return _casts(self)
+    @property
+    def lent(self) -> bool: "Are a chunk's buffers the backend's?"; return _walk(self).held is not None
+    def held(self, n): "In those, after a first pass forward, and after one back"; return _held(self, n)
     def scratch(self, n) -> Scratch: "Of the cell's operations on a chunk"; return _scratch(self, n)
     def forward(self, n): "Scratch of the forward pass"; return _forward_scratch(self, n)
     def backward(self, n): "Scratch of the backward pass"; return _backward_scratch(self, n)
@@ -84,11 +87,13 @@ def _casts(o:LayerBytes) -> int:
 def _numbers(cell, n_in:int, width:int) -> int: return sum(map(prod, cell.shapes(n_in, width).values()))
 
 def _scratch(o:LayerBytes, n) -> Scratch:
-    n_rows, walk = o.chunk(n) * o.batch, backend_for(o.cell, o.device, o.backend)
+    n_rows, walk = o.chunk(n) * o.batch, _walk(o)
     found = o.cell.scratch(o, n_rows)
     if walk.scratch is None: return found
-    advance, reverse = walk.scratch(o, n_rows)
-    return found._replace(advance=advance, reverse=reverse)
+    return found._replace(**dict(zip(('advance', 'reverse', 'factors', 'kept'), walk.scratch(o, n_rows))))
+
+def _walk(o:LayerBytes): return backend_for(o.cell, o.device, o.backend)
+def _held(o:LayerBytes, n) -> tuple: return _walk(o).held(o, o.chunk(n)) if o.lent else (0, 0)
 
 def norm_scratch(
     o:LayerBytes,   # the layer
@@ -112,7 +117,7 @@ def _masked(o:LayerBytes, n): return mask_scratch(o.chunk(n), o.batch, o.n_in, o
 
 def _forward_scratch(o:LayerBytes, n):
     "The gates of a chunk, the bias, and the larger of what the projection and the walk need"
-    gates, cell = (o.keep == 'hidden') * o.gates(o.chunk(n)), o.scratch(n)
+    gates, cell = (o.keep == 'hidden') * (not o.lent) * o.gates(o.chunk(n)), o.scratch(n)
     x = o.copied * o.part(n)
     if o.dropped: x = (1 + _own(o)) * o.part(n) + np.maximum(o.part(n), _masked(o, n))
     return gates + cell.bias + np.maximum(np.maximum(x, o.x_normed * norm_scratch(o, n)), cell.advance)
@@ -134,5 +139,5 @@ def _backward_scratch(o:LayerBytes, n):
     "The gates and factors of a chunk, the bias, dh, the input's copy and mask, and the largest stage"
     most, *others = _stages(o, n)
     for stage in others: most = np.maximum(most, stage)
-    rows = (o.cell.n_slots + o.cell.n_spare) * o.chunk(n) * o.row
+    rows = (not o.lent) * (o.cell.n_slots + o.cell.n_spare) * o.chunk(n) * o.row
     return rows + o.scratch(n).bias + o.cell.n_states * o.row + (o.copied + o.dropped) * o.part(n) + most

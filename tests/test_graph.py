@@ -1,0 +1,262 @@
+"""Walks recorded over static buffers and replayed: the eager gradients; what a capture needs."""
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+import gruckpt
+from gruckpt.charlm.text import Batch
+from gruckpt.engine import graph
+from gruckpt.engine.cells import BACKENDS, EAGER, GRUCell, LSTMCell, backend_for, make_cell
+from gruckpt.engine.layer_bytes import LayerBytes
+from gruckpt.engine.recurrent import layers_of
+
+CELLS = [GRUCell(reset, norm) for reset in ('after', 'before') for norm in (None, 'rms')] + [
+    LSTMCell(), make_cell('mingru')]
+every_cell = pytest.mark.parametrize('cell', CELLS, ids=lambda c: c.form)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def no_buffers():
+    "Every test begins and ends without buffers."
+    graph.release_buffers()
+    yield
+    graph.release_buffers()
+
+
+def values(rnn, x, *args, **kw):
+    "Outputs, states and all gradients, flat."
+    x = x.detach().clone().requires_grad_()
+    out, state = rnn(x, *args, **kw)
+    tensors = [out, *([state] if torch.is_tensor(state) else state)]
+    total = sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in tensors)
+    return [*tensors, *torch.autograd.grad(total, [x, *rnn.parameters()])]
+
+
+def same(found, oracle, eps=1e-10):
+    for a, b in zip(found, oracle, strict=True): assert (a - b).norm() <= eps * b.norm()
+
+
+def both(rnn, x, *args, **kw):
+    "By the eager walks and, twice, by replays."
+    rnn.backend = 'eager'
+    oracle = values(rnn, x, *args, **kw)
+    rnn.backend = 'graph'
+    for _ in range(2): same(values(rnn, x, *args, **kw), oracle, TOLERANCE[x.dtype])
+    return oracle
+
+
+@every_cell
+@pytest.mark.parametrize('dtype', TOLERANCE, ids=str)
+def test_gradients_are_the_eager_ones(cell, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(9, 3, 5, dtype=dtype)
+    rnn = layers_of(cell, 5, 6, 2, chunk_len=4, dtype=dtype)
+    for rnn.keep, rnn.seg_len in (('hidden', None), ('gates', 6), (('gates', 'hidden'), None), ('hidden', 5)):
+        both(rnn, x)
+
+
+@pytest.mark.parametrize('options', [
+    dict(bidirectional=True), dict(bidirectional=True, seg_len=5), dict(bias=False), dict(dropout=.4),
+    dict(dropout=.4, seg_len=5), dict(batch_first=True), dict(chunk_len=None), dict(chunk_len=1)], ids=str)
+@pytest.mark.parametrize('make', [gruckpt.GRU, gruckpt.LSTM])
+def test_options(make, options):
+    torch.manual_seed(0)
+    rnn = make(5, 6, 2, **{'chunk_len': 4} | options).double()
+    both(rnn, torch.randn(11, 3, 5).double(), seed=3)
+
+
+def test_more_options():
+    torch.manual_seed(0)
+    x = torch.randn(11, 3, 5).double()
+    both(gruckpt.LSTM(5, 6, 2, proj_size=3, chunk_len=4, seg_len=5).double(), x)
+    both(gruckpt.GRU(5, 6, 2, norm='output', chunk_len=4, seg_len=5).double(), x)
+    both(gruckpt.GRU(5, 6, chunk_len=4).double(), x[:, 0])                       # unbatched
+
+
+def test_packed():
+    torch.manual_seed(0)
+    xs = [torch.randn(n, 5).double() for n in (9, 7, 7, 2)]
+    rnn = gruckpt.GRU(5, 6, 2, seg_len=4, chunk_len=3).double()
+    def gradients():
+        out, h = rnn(pack_sequence(xs))
+        return torch.autograd.grad(out.data.square().sum() + h.sum(), [*rnn.parameters()])
+    oracle = gradients()
+    rnn.backend = 'graph'
+    for _ in range(2): same(gradients(), oracle)
+
+
+@every_cell
+def test_autocast(cell):
+    torch.manual_seed(0)
+    x, rnn = torch.randn(11, 3, 5), layers_of(cell, 5, 6, 2, chunk_len=4, seg_len=6)
+    found = []
+    for rnn.backend in ('eager', 'graph', 'graph'):
+        with torch.autocast('cpu', torch.bfloat16): found.append(values(rnn, x))
+    for again in found[1:]: same(again, found[0], 0 if cell.form != 'mingru' else .02)    # a scan, not a walk
+
+
+def test_no_grad_retain_graph_and_two_steps():
+    torch.manual_seed(0)
+    x, rnn = torch.randn(11, 3, 5).double(), gruckpt.GRU(5, 6, chunk_len=4).double()
+    oracle = both(rnn, x)
+    with torch.no_grad(): assert torch.equal(rnn(x)[0], oracle[0])
+    assert graph.idle_bytes() == sum(o.gates.nbytes + sum(t.nbytes for t in (*o.states, *o.back, o.w.w_h))
+                                     for o in graph._idle)
+    loss = rnn(x)[0].square().sum()
+    first = torch.autograd.grad(loss, [*rnn.parameters()], retain_graph=True)
+    rnn(2 * x)[0].sum().backward()                                               # another pass in between
+    same(torch.autograd.grad(loss, [*rnn.parameters()]), first, 0)
+
+
+def test_a_backward_pass_in_another_thread_is_bit_equal():
+    torch.manual_seed(0)
+    x, rnn = torch.randn(11, 3, 5), gruckpt.GRU(5, 6, 2, norm='state', reset='before', chunk_len=4, seg_len=6,
+                                                backend='graph')
+    found, errors = [], []
+    def back(loss):
+        try: loss.backward()
+        except BaseException as e: errors.append(e)
+    for other in (False, True):
+        rnn.zero_grad()
+        loss = rnn(x)[0].square().sum()
+        if other:
+            thread = threading.Thread(target=back, args=(loss,))
+            thread.start()
+            thread.join()
+        else: back(loss)
+        assert not errors
+        found.append([p.grad.clone() for p in rnn.parameters()])
+    same(*found, 0)
+
+
+def test_threads_at_once_have_buffers_of_their_own():
+    torch.manual_seed(0)
+    x, rnn = torch.randn(40, 3, 5), gruckpt.GRU(5, 6, 2, chunk_len=4, backend='graph')
+    oracle, found, meet = values(rnn, x), [], threading.Barrier(3)
+    def run():
+        meet.wait()
+        for _ in range(3): found.append(values(rnn, x))
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len(found) == 9
+    for again in found: same(again, oracle, 0)
+    assert len(graph._idle) <= graph.MOST_IDLE
+
+
+def test_copies_pickles_and_moves():
+    torch.manual_seed(0)
+    x, rnn = torch.randn(11, 3, 5), gruckpt.GRU(5, 6, 2, chunk_len=4, backend='graph')
+    oracle = values(rnn, x)
+    for twin in (copy.deepcopy(rnn), pickle.loads(pickle.dumps(rnn))): same(values(twin, x), oracle, 0)
+    twin.load_state_dict(rnn.state_dict())
+    same(values(twin, x), oracle, 0)
+    both(twin.double(), x.double())                                              # the weights moved
+    optimizer = torch.optim.AdamW(twin.parameters(), .1)
+    twin(x.double())[0].sum().backward()
+    optimizer.step()                                                             # written in place
+    both(twin, x.double())
+
+
+def test_the_cache_is_bounded_and_released():
+    rnn = gruckpt.GRU(3, 4, chunk_len=4, backend='graph')
+    for B in range(1, 8):
+        rnn(torch.randn(5, B, 3))[0].sum().backward()
+        assert len(graph._idle) <= graph.MOST_IDLE
+    for T in range(1, 40): rnn(torch.randn(T, 1, 3), torch.zeros(1, 1, 4))
+    rnn.chunk_len = 64
+    for T in range(2, 40): rnn(torch.randn(T, 1, 3))
+    assert all(len(o.replays) <= graph.MOST_LENGTHS for o in graph._idle)
+    assert graph.release_buffers() <= graph.MOST_IDLE
+    assert graph.idle_bytes() == 0 == graph.release_buffers()
+
+
+def test_a_failed_pass_gives_its_buffers_back(monkeypatch):
+    rnn, x = gruckpt.GRU(3, 4, backend='graph'), torch.randn(5, 2, 3)
+    def broken(*args): raise RuntimeError('broken')
+    monkeypatch.setattr(GRUCell, 'project', broken)
+    with pytest.raises(RuntimeError, match='broken'): rnn(x)
+    assert len(graph._idle) == 1
+    monkeypatch.undo()
+    both(rnn.double(), x.double())
+
+
+TIMES = iter(range(99))
+
+
+class Odd(GRUCell):
+    "A cell that cannot be recorded."
+    form = 'odd'
+    trouble = None
+    def advance(self, gates, prev, new, w, order):
+        self.trouble(prev[0], new[0])
+        super().advance(gates, prev, new, w, order)
+
+
+@pytest.mark.parametrize('trouble, why', [
+    (lambda prev, new: prev.sum().item(), 'which asks for a value'),
+    (lambda prev, new: prev[prev > 0], 'which asks for a value'),
+    (lambda prev, new: new.add_(Odd.outside), 'reads a tensor of'),
+    (lambda prev, new: new.mul_(2) if next(TIMES) else new.add_(1), 'differs from the first time')])
+def test_what_cannot_be_recorded_is_one_line(trouble, why, monkeypatch):
+    monkeypatch.setattr(Odd, 'trouble', staticmethod(trouble))
+    monkeypatch.setattr(Odd, 'outside', torch.ones(4), raising=False)
+    graph.graph_over('graph', EAGER, 'odd')
+    rnn = gruckpt.Recurrent(Odd(), 3, 4, backend='graph')
+    with pytest.raises(RuntimeError, match=why) as e:
+        for _ in range(2): rnn(torch.randn(5, 2, 3))
+    assert str(e.value).startswith("backend='graph' cannot record")
+    assert str(e.value).endswith("use backend='eager'")
+    for device in ('cpu', 'cuda'): del BACKENDS['odd', device]
+
+
+def test_auto_does_not_take_it_and_a_device_without_it_is_named():
+    for cell in CELLS:
+        assert backend_for(cell, 'cpu').name == backend_for(cell, 'cpu', 'eager').name
+        assert backend_for(cell, 'cuda').name == ('scan' if cell.form == 'mingru' else 'eager')
+    with pytest.raises(ValueError, match="got 'graph' for the cell gru after on mps"):
+        backend_for(GRUCell(), 'mps', 'graph')
+
+
+def lm(backend, **spec):
+    torch.manual_seed(0)
+    model = gruckpt.GRULM(gruckpt.GRUSpec(20, 8, 3, norm='state', reset='before', **spec)).double()
+    model.rnn.backend = backend
+    return model
+
+
+def test_a_language_model_in_segments():
+    ids = torch.randint(20, (2, 2, 25), generator=torch.Generator().manual_seed(1))
+    found = []
+    for backend in ('eager', 'graph'):
+        model = lm(backend, dropout=.2)
+        torch.manual_seed(5)
+        loss, state = model.loss(Batch(*ids, fresh=True), plan=gruckpt.Plan(25, 8))
+        loss.backward()
+        found.append([loss, state, *[p.grad for p in model.parameters()]])
+    same(found[1], found[0])
+    assert [o.steps for o in graph._idle] == [8]         # three layers, all segments: one set
+
+
+@every_cell
+@pytest.mark.parametrize('item', [4, 2])
+def test_bytes_are_the_meters(cell, item):
+    B, D, n = 3, 16, 45
+    rnn = layers_of(cell, D, D, backend='graph')
+    rnn._read_only_output = True
+    x = torch.randn(n, B, D, requires_grad=True)
+    o = LayerBytes(cell, D, D, B, item=item, backend='graph')
+    state = [torch.zeros(1, B, D) for _ in range(cell.n_states)]
+    with gruckpt.Meter() as meter, torch.autocast('cpu', torch.bfloat16, enabled=item == 2):
+        out, _ = rnn(x, state if len(state) > 1 else state[0])
+        out.sum().backward()
+    del out
+    assert graph.idle_bytes() == o.held(n)[1]
+    if item == 2: return
+    gradients = 4 * (o.numbers + n*B*D)
+    assert meter.peak == o.held(n)[1] + o.record(n) + gradients + 8 + o.backward(n) + o.row * cell.n_states

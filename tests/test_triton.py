@@ -1,0 +1,196 @@
+"""The kernels by Triton's interpreter against the eager walks; compiled for absent GPUs; their launches."""
+import importlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gruckpt
+from gruckpt.engine import graph
+from gruckpt.engine.cells import GRUCell, LSTMCell
+from gruckpt.engine.layer import DropoutMask
+from gruckpt.engine.layer_bytes import LayerBytes
+from gruckpt.engine.recurrent import layers_of
+
+os.environ.setdefault('TRITON_INTERPRET', '1')     # read where kernels are defined, by the page's first use
+pytest.importorskip('triton', reason="Triton is not installed; pip install 'gruckpt[triton]'")
+
+CELLS = [*(GRUCell(reset, norm) for reset in ('after', 'before') for norm in (None, 'rms')), LSTMCell()]
+every_cell = pytest.mark.parametrize('cell', CELLS, ids=lambda c: c.form)
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def page():
+    "The page of the kernels, loaded after the interpreter is asked for."
+    return importlib.import_module('gruckpt.engine.triton')
+
+
+def values(rnn, x):
+    "Outputs, states and all gradients, flat."
+    x = x.detach().clone().requires_grad_()
+    out, state = rnn(x)
+    tensors = [out, *([state] if torch.is_tensor(state) else state)]
+    total = sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in tensors)
+    return [*tensors, *torch.autograd.grad(total, [x, *rnn.parameters()])]
+
+
+def same(found, oracle, eps):
+    for a, b in zip(found, oracle, strict=True): assert (a - b).norm() <= eps * b.norm()
+
+
+@every_cell
+@pytest.mark.parametrize('dtype', TOLERANCE, ids=str)
+def test_gradients_are_the_eager_ones(cell, dtype):
+    torch.manual_seed(0)
+    x, rnn = torch.randn(3, 2, 3, dtype=dtype), layers_of(cell, 3, 5, chunk_len=2, dtype=dtype)
+    ways = ((None, 'hidden', 'triton'), (2, 'gates', 'graph+triton'))
+    for rnn.seg_len, rnn.keep, backend in ways if dtype is torch.float64 else ways[:1]:
+        rnn.backend = 'eager'
+        oracle, rnn.backend = values(rnn, x), backend
+        same(values(rnn, x), oracle, TOLERANCE[dtype])
+
+
+@every_cell
+@pytest.mark.parametrize('dtype, most', [(torch.float16, 1.5), (torch.bfloat16, 3)], ids=str)
+def test_half_precision_is_no_worse_than_the_eager_walk(cell, dtype, most):
+    """Both against float64: the kernels round once where the walk rounds after every operation. The interpreter
+    cuts off what does not fit into bfloat16 where a GPU rounds, which is twice the error."""
+    torch.manual_seed(0)
+    x, rnn = torch.randn(3, 1, 3).to(dtype), layers_of(cell, 3, 5, dtype=dtype)
+    exact = values(layers_double(rnn, cell), x.double())
+    errors = {}
+    for rnn.backend in ('eager', 'triton'):
+        pairs = [(a.detach().double(), b.detach()) for a, b in zip(values(rnn, x), exact)]
+        errors[rnn.backend] = [float((a - b).norm() / b.norm()) for a, b in pairs]
+    assert sum(errors['triton']) <= most * sum(errors['eager'])
+
+
+def layers_double(rnn, cell):
+    "The same layer in float64."
+    twin = layers_of(cell, rnn.input_size, rnn.hidden_size, dtype=torch.float64)
+    twin.load_state_dict(rnn.state_dict())
+    return twin
+
+
+@pytest.mark.parametrize('make, options', [
+    (gruckpt.GRU, dict(bidirectional=True)), (gruckpt.LSTM, dict(proj_size=2, seg_len=2)),
+    (gruckpt.GRU, dict(bias=False, norm='state', reset='before')), (gruckpt.LSTM, dict(bidirectional=True))])
+def test_options(make, options):
+    torch.manual_seed(0)
+    x, rnn = torch.randn(3, 1, 3).double(), make(3, 4, chunk_len=2, **options).double()
+    oracle, rnn.backend = values(rnn, x), 'triton'
+    same(values(rnn, x), oracle, 1e-10)
+
+
+def test_a_gradient_that_is_not_contiguous():
+    "`sum` hands an expanded one over."
+    torch.manual_seed(0)
+    x, rnn, found = torch.randn(3, 2, 3).double(), gruckpt.GRU(3, 4).double(), []
+    for rnn.backend in ('eager', 'triton', 'graph+triton'):
+        found.append(torch.autograd.grad(rnn(x)[0].sum(), [*rnn.parameters()]))
+    for other in found[1:]: same(other, found[0], 1e-10)
+
+
+def test_rows_wider_than_a_block():
+    torch.manual_seed(0)
+    x, rnn = torch.randn(2, 2, 3).double(), gruckpt.GRU(3, 1100).double()
+    oracle, rnn.backend = values(rnn, x), 'triton'
+    same(values(rnn, x), oracle, 1e-10)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=str)
+def test_masks_are_the_same_bits(dtype):
+    for mask, t, sizes in ((DropoutMask(.3, 2**62 + 12345, 2, 7), 5, (2, 2, 21)),
+                           (DropoutMask(.5, 3, 0, 2**32 - 1), 0, (2, 1, 2, 8))):
+        assert torch.equal(page().draw_mask(mask, t, torch.empty(sizes, dtype=dtype)),
+                           mask.scale(t, torch.empty(sizes, dtype=dtype)))
+
+
+@every_cell
+def test_bytes_are_the_meters(cell, monkeypatch):
+    "No kernel runs: they allocate nothing, but the interpreter holds on to its arguments."
+    monkeypatch.setattr(page(), '_launch', lambda *args, **constants: None)
+    B, D = 4, 16
+    for n, backend in ((1, 'triton'), (40, 'triton'), (40, 'graph+triton')):
+        graph.release_buffers()
+        rnn, x = layers_of(cell, D, D, backend=backend), torch.randn(n, B, D, requires_grad=True)
+        rnn._read_only_output, o = True, LayerBytes(cell, D, D, B, backend=backend)
+        state = torch.zeros(cell.n_states, 1, B, D).unbind()
+        with gruckpt.Meter() as meter:
+            with gruckpt.Meter.phase('forward'): loss = rnn(x, state if len(state) > 1 else state[0])[0].sum()
+            with gruckpt.Meter.phase('backward'): loss.backward()
+        held = o.held(n)
+        assert meter.phases == {
+            'forward': held[0] + o.record(n) + max(o.forward(n), 2 * cell.n_states * o.row),
+            'backward': held[1] + o.record(n) + 4 * (o.numbers + n*B*D) + 8 + o.backward(n)}
+
+
+VIEWS = {*('view unbind.int select.int slice.Tensor split.Tensor split_with_sizes t transpose.int unsqueeze '
+           'expand detach alias _unsafe_view as_strided permute squeeze.dim narrow chunk empty.memory_format '
+           'empty_like new_empty empty_strided new_empty_strided lift_fresh _reshape_alias').split()}
+
+
+class Launches(TorchDispatchMode):
+    "Counts operations that a GPU would launch; a replay is one, see `replays_count_once`."
+    def __init__(self):
+        super().__init__()
+        self.n, self.inside = Counter(), 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition('::')[2]
+        if name not in VIEWS and not self.inside: self.n[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def count(monkeypatch):
+    "Counts what a call launches."
+    replay = graph.Checked.__call__
+    active = []
+    def once(self, run, static):
+        for mode in active:
+            mode.n['replay'] += not mode.inside
+            mode.inside += 1
+        try: return replay(self, run, static)
+        finally:
+            for mode in active: mode.inside -= 1
+    monkeypatch.setattr(graph.Checked, '__call__', once)
+    monkeypatch.setattr(graph.Buffers, 'poison', lambda self, *tensors: None)     # of the stand-in only
+    def counted(run):
+        with Launches() as mode:
+            active.append(mode)
+            try: run()
+            finally: active.remove(mode)
+        return mode.n
+    yield counted
+    graph.release_buffers()
+
+
+@pytest.mark.parametrize('cell, forward, back', [
+    (GRUCell('after'), 2, 2), (GRUCell('after', 'rms'), 2, 2), (GRUCell('before'), 4, 4),
+    (GRUCell('before', 'rms'), 4, 4), (LSTMCell(), 2, 2)], ids=str)
+def test_launches_a_step(cell, forward, back, count):
+    "The slope over the steps of one chunk: at most 2 + 2, and for GRU-L3 4 + 5."
+    def launches(T):
+        rnn, out = layers_of(cell, 3, 4, backend='triton', chunk_len=9), []
+        x = torch.randn(T, 1, 3, requires_grad=True)
+        there = count(lambda: out.append(rnn(x)[0].sum())).total()
+        return there, count(out[0].backward).total()
+    (a, b), (c, d) = launches(2), launches(4)
+    assert ((c - a) / 2, (d - b) / 2) == (forward, back)
+
+
+def test_compiled_for_gpus_that_are_not_here():
+    "Registers and spills by ptxas, in a process of its own: here the kernels are interpreted."
+    env = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
+    run = subprocess.run([sys.executable, Path(__file__).with_name('compile_triton.py')], env=env, text=True,
+                         capture_output=True)
+    assert not run.returncode, run.stderr[-2000:]
+    found = [line.split() for line in run.stdout.splitlines()]
+    assert {int(cap) for _, cap, *_ in found} == {80, 86, 90, 100}
+    for name, cap, dtype, registers, *spills in found:
+        assert int(registers) <= 128 and not any(map(int, spills)), (name, cap, dtype, registers, spills)
