@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NO_SECOND_DERIVATIVE', 'mixed_seed', 'DropoutMask', 'LayerRun', 'weight_slots', 'cast_weight', 'cast_weights',
-           'gradient_sums', 'own_gradients', 'refuse_second_backward', 'LayerNode', 'plain_layer', 'NormNode',
-           'chunks_of', 'norm_output', 'StepNode']
+           'gradient_sums', 'own_gradients', 'layer_backward', 'to_input', 'refuse_second_backward', 'LayerNode',
+           'plain_layer', 'NormNode', 'chunks_of', 'norm_output', 'StepNode']
 
 # %% ../../nbs/engine/03_layer.ipynb #376303a8
 from dataclasses import dataclass, fields
@@ -173,8 +173,8 @@ def own_gradients(
             for s, slot, t in zip(sums, _adding(ctx), tensors)]
 
 # %% ../../nbs/engine/03_layer.ipynb #90a268ff
-def _layer_backward(
-    job:LayerRun,
+def layer_backward(
+    job:LayerRun,               # what was computed
     x:torch.Tensor,             # T x B x I
     states:list,                # kept states, each T+1 x B x width
     gates:torch.Tensor|None,    # kept gates, with keep='gates'
@@ -203,10 +203,19 @@ def _layer_backward(
         direct = dx is not None and job.drop is None and w.x_gain is None and dx.dtype == job.dtype
         into = dx[a:b] if direct else None if dx is None and sums.x_gain is None else torch.empty_like(x_NI)
         cell.collect(part, x_NI, prev, kept, w, sums, into if into is None else into.view(x_NI.shape), some)
-        if not direct and into is not None: _to_input(job, x, a, b, into, w.x_gain, sums.x_gain, dx)
+        if not direct and into is not None: to_input(job, x, a, b, into, w.x_gain, sums.x_gain, dx)
         del x_NI, kept, into     # before the next chunk makes its own
 
-def _to_input(job:LayerRun, x, a:int, b:int, into_NI, gain, total, dx):
+def to_input(
+    job:LayerRun,     # what was computed
+    x,                # T x B x I
+    a:int,            # first step
+    b:int,            # one past the last
+    into_NI,          # gradients at those rows; written over
+    gain,             # of an RMSNorm on the input, or None
+    total,            # the gain's gradient sum, added to, or None
+    dx,               # T x B x I, written; or None
+):
     "Gradients at the rows that the cell saw become those at the input's steps a to b"
     if job.drop: into_NI.mul_(job.drop.scale(a, into_NI.new_empty(b - a, *x.shape[1:])).view(into_NI.shape))
     if gain is not None: norm_rows_back(x[a:b].to(job.dtype).reshape(into_NI.shape), gain, into_NI, total)
@@ -252,7 +261,7 @@ class LayerNode(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[2] else None
         cast = cast_weights(CellWeights(*w), job.dtype, ctx.slots)
         gates, room, ctx.room = gates[0] if gates else None, ctx.room, None
-        _layer_backward(job, x, states, gates, cast, dout, dstate, CellWeights(*sums), dx, room)
+        layer_backward(job, x, states, gates, cast, dout, dstate, CellWeights(*sums), dx, room)
         return None, None, dx, *dstate, *own_gradients(ctx, sums, w)
 
     @staticmethod
