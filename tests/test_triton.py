@@ -58,8 +58,8 @@ def test_gradients_are_the_eager_ones(cell, dtype):
 @every_cell
 @pytest.mark.parametrize('dtype, most', [(torch.float16, 1.5), (torch.bfloat16, 3)], ids=str)
 def test_half_precision_is_no_worse_than_the_eager_walk(cell, dtype, most):
-    """Both against float64: the kernels round once where the walk rounds after every operation. The interpreter
-    cuts off what does not fit into bfloat16 where a GPU rounds, which is twice the error."""
+    """Both against float64: the kernels round once where the walk rounds after every operation. The
+    interpreter cuts off what does not fit into bfloat16 where a GPU rounds, which is twice the error."""
     torch.manual_seed(0)
     x, rnn = torch.randn(3, 1, 3).to(dtype), layers_of(cell, 3, 5, dtype=dtype)
     exact = values(layers_double(rnn, cell), x.double())

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .cells import GRUCell, LSTMCell
+from .cells import GRUCell, LSTMCell, backend_for, is_fused
 from ..measure.meter import human
 from .recurrent import (GRU, LSTM, check_layer_options, has_torch_twin, weight_names,
                                       layer_places)
+from ..plan.segment import default_chunk_len
 
 # %% ../../nbs/engine/06_convert.ipynb #a0dcc8e7
 def _reduced(self, protocol): return _bare, (type(self).__bases__[0],), self.__getstate__()
@@ -61,12 +62,13 @@ def _class_in(
     body = {k: v for k, v in vars(cls).items() if k not in ('__dict__', '__weakref__', '_abc_impl')}
     return type(cls)(cls.__name__, (swap(cls.__bases__[0]),), body)
 
-def _become_ours(rnn:nn.RNNBase, cls, seg_len:int|None, keep:str):
+def _become_ours(rnn:nn.RNNBase, cls, seg_len:int|None, keep:str, backend:str='auto'):
     cell = GRUCell('after') if issubclass(cls, GRU) else LSTMCell()
     vars(rnn).pop('_flat_weights', None)
-    vars(rnn).update(cell=cell, norm=None, seg_len=seg_len, keep=keep, chunk_len=None, backend='auto',
+    vars(rnn).update(cell=cell, norm=None, seg_len=seg_len, keep=keep, chunk_len=None, backend=backend,
                      _flat_weight_refs=[])
     rnn.__class__ = cls
+    rnn.flatten_parameters()                                             # for the calls that it makes now
 
 def _become_torchs(rnn:GRU|LSTM, cls):
     for name in _OPTIONS: del vars(rnn)[name]
@@ -161,6 +163,18 @@ def _refuse(
         if not isinstance(t := getattr(rnn, weight, None), torch.Tensor):
             raise ValueError(f'{where}: {weight} is {t!r}, it must be a tensor; run what computes it first')
 
+def _refuse_backend(name:str, rnn, backend:str):
+    "ValueError for a layer, torch's or ours, that the backend cannot run"
+    cell = getattr(rnn, 'cell', None) or (LSTMCell() if rnn.mode == 'LSTM' else GRUCell())
+    device = next(rnn.parameters()).device.type
+    try: is_fused(cell, device, backend) or backend_for(cell, device, backend)
+    except ValueError as e: raise ValueError(f'{name or "the model"}: {e}') from None
+
+def _told(rnn, seg_len, keep:str, backend:str|None):
+    "A layer of ours has new options"
+    rnn.seg_len, rnn.keep, rnn.backend = seg_len, keep, backend or rnn.backend
+    rnn.flatten_parameters()
+
 def _checked(model, seg_len, keep:str, batch:int, steps:int):
     "ValueError for a wrong argument of `convert`"
     if not isinstance(model, nn.Module): raise ValueError(f'model must be an nn.Module, got {model!r}')
@@ -211,6 +225,7 @@ class Layer:
     keep : 'hidden' or 'gates'
     lent : is the output a view of the kept states, rather than a copy?
     carried : what it holds besides torch's weights
+    fused : does torch's own op run it on a CPU?
     """
     name: str
     kind: str
@@ -225,6 +240,7 @@ class Layer:
     keep: str
     lent: bool
     carried: tuple
+    fused: bool = False
 
     @property
     def width(self) -> int: return self.proj_size or self.hidden_size
@@ -233,7 +249,7 @@ class Layer:
         "Numbers a row, layer and direction in its state"
         return self.width + (self.kind == 'LSTM') * self.hidden_size
     def before(self, batch, steps): "Bytes that torch keeps"; return batch * self.item * _torchs(self, steps)
-    def after(self, batch, steps): "Bytes kept now"; return batch * self.item * _kept(self, steps)
+    def after(self, batch, steps): "Bytes kept now"; return batch * self.item * _kept(self, steps, batch)
     def output(self, batch, steps): "Of them the output"; return batch * self.item * steps * _put_out(self)
 
 # %% ../../nbs/engine/06_convert.ipynb #eb042f38
@@ -247,27 +263,35 @@ def _put_out(o:Layer) -> int:
     "Numbers a row and step in outputs that stay: the top's, or with two directions every layer's"
     return o.width if o.directions == 1 else 2 * o.width * o.num_layers
 
-def _record(o:Layer, n:int) -> int:
+def _record(o:Layer, n:int, batch:int) -> int:
     "Numbers a row that one layer and direction keeps of n steps"
+    if o.fused and o.keep == 'gates': return n * (7 * o.hidden_size + (2 * o.proj_size or o.hidden_size))
+    if o.fused and o.kind == 'LSTM':                               # c before every chunk only
+        return (n + 1) * o.width - (-n // min(n, default_chunk_len(batch))) * o.hidden_size
     slots = (GRUCell() if o.kind == 'GRU' else LSTMCell()).n_slots
     return (n + 1) * o.state + (o.keep == 'gates') * n * slots * o.hidden_size
 
-def _kept(o:Layer, T:int) -> int:
+def _kept(o:Layer, T:int, batch:int) -> int:
     "Numbers a row that our layer keeps"
     n, out = o.num_layers * o.directions, T * _put_out(o)
     if o.seg_len is None or o.seg_len >= T:
+        if o.fused and o.keep == 'gates': return _torchs(o, T)
         lent = o.lent and o.directions == 1
-        return n * (_record(o, T) + o.state) + (0 if lent else out)
+        return n * (_record(o, T, batch) + o.state) + (0 if lent else out)
     K = -(-T // o.seg_len)
     last = (T - (K - 1) * o.seg_len, o.seg_len)[:o.directions]      # a reverse direction ends at step 0
-    return o.num_layers * sum(_record(o, t) for t in last) + n * (K + 1) * o.state + out
+    if o.fused and o.keep == 'gates':                               # copies of what is read and comes out
+        out += o.batch_first * last[0] * o.input_size
+        for t in last[1:]: out += t * (o.input_size + (2*o.num_layers - 2 + o.num_layers) * o.width)
+    states = K + (o.directions if o.fused else 1)
+    return o.num_layers * sum(_record(o, t, batch) for t in last) + n * states * o.state + out
 
-def _described(name:str, rnn:nn.RNNBase, seg_len, keep) -> Layer:
+def _described(name:str, rnn:nn.RNNBase, seg_len, keep, backend='auto') -> Layer:
     "A layer in the report"
     item = max(t.element_size() for t in rnn.parameters())
     return Layer(name, rnn.mode, rnn.input_size, rnn.hidden_size, rnn.num_layers,
                  2 if rnn.bidirectional else 1, rnn.proj_size, bool(rnn.batch_first), item, seg_len, keep,
-                 GRU._read_only_output, _carried(rnn))
+                 GRU._read_only_output, _carried(rnn), backend == 'torch')
 
 # %% ../../nbs/engine/06_convert.ipynb #503a0f41
 @dataclass(frozen=True)
@@ -283,6 +307,7 @@ class Conversion:
     keep : 'hidden' or 'gates'
     batch : rows of the bytes that are shown
     steps : steps of the bytes that are shown
+    backend : who runs them, if that was said
     """
     layers: tuple
     told: tuple
@@ -291,6 +316,7 @@ class Conversion:
     keep: str
     batch: int
     steps: int
+    backend: str|None = None
 
     @property
     def converted(self) -> tuple: "Names of the layers, in order"; return tuple(o.name for o in self.layers)
@@ -343,6 +369,7 @@ def _tables(report:Conversion) -> list:
             for o in report.layers]
     if len(rows) > 1: rows.append(('together', '', f'{human(report.before)} → {human(report.after)}'))
     options = f'seg_len={report.seg_len}, keep={report.keep!r}'
+    if report.backend is not None: options += f', backend={report.backend!r}'
     tables = [(f'converted ({options}), and {kept}', rows),
               ('gruckpt\'s before, now with these options', [(name or 'the model',) for name in report.told]),
               ('carried over', [(o.name or 'the model', ', '.join(o.carried))
@@ -392,6 +419,7 @@ def convert(
     *,
     seg_len:int|None=None,   # steps in a segment of time; None does not cut
     keep:str='hidden',       # 'hidden' or 'gates'
+    backend:str|None=None,   # who runs them, 'torch': torch's own op; None: 'auto', or what a layer has
     batch:int=1,             # rows of the bytes in the report
     steps:int=1024,          # steps of the bytes in the report
 ) -> Conversion:             # what was converted, what was left and why, and the bytes
@@ -400,12 +428,14 @@ def convert(
     torchs, ours, left = _sorted(model)
     if not torchs and not ours: _nothing(model, left)
     for name, rnn in torchs.items(): _refuse(name, rnn)
+    if backend is not None:
+        for name, rnn in (torchs | ours).items(): _refuse_backend(name, rnn, backend)
     classes = {rnn: _class_in(rnn, _ours) for rnn in torchs.values()}
     for rnn, cls in classes.items(): object.__new__(type(rnn)).__class__ = cls      # TypeError now, or never
-    layers = tuple(_described(name, rnn, seg_len, keep) for name, rnn in torchs.items())
-    for rnn, cls in classes.items(): _become_ours(rnn, cls, seg_len, keep)
-    for rnn in ours.values(): rnn.seg_len, rnn.keep = seg_len, keep
-    return Conversion(layers, tuple(ours), tuple(left), seg_len, keep, batch, steps)
+    layers = tuple(_described(name, rnn, seg_len, keep, backend) for name, rnn in torchs.items())
+    for rnn, cls in classes.items(): _become_ours(rnn, cls, seg_len, keep, backend or 'auto')
+    for rnn in ours.values(): _told(rnn, seg_len, keep, backend)
+    return Conversion(layers, tuple(ours), tuple(left), seg_len, keep, batch, steps, backend)
 
 # %% ../../nbs/engine/06_convert.ipynb #93111288
 def revert(

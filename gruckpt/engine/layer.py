@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['MASKS', 'NO_SECOND_DERIVATIVE', 'philox', 'mask_scratch', 'mask_launches', 'DropoutMask', 'LayerRun', 'weight_slots',
-           'cast_weight', 'cast_weights', 'gradient_sums', 'own_gradients', 'refuse_second_backward', 'LayerNode',
-           'plain_layer', 'NormNode', 'chunks_of', 'norm_output', 'StackRun', 'StackNode', 'StepNode']
+           'cast_weight', 'cast_weights', 'gradient_sums', 'own_gradients', 'layer_backward', 'to_input',
+           'refuse_second_backward', 'LayerNode', 'plain_layer', 'NormNode', 'chunks_of', 'norm_output', 'StackRun',
+           'StackNode', 'StepNode']
 
 # %% ../../nbs/engine/03_layer.ipynb #376303a8
 from dataclasses import dataclass, fields, replace
@@ -260,8 +261,8 @@ def own_gradients(
             for s, slot, t in zip(sums, _adding(ctx), tensors)]
 
 # %% ../../nbs/engine/03_layer.ipynb #90a268ff
-def _layer_backward(
-    job:LayerRun,
+def layer_backward(
+    job:LayerRun,               # what was computed
     x:torch.Tensor,             # T x B x I
     states:list,                # kept states, each T+1 x B x width
     gates:torch.Tensor|None,    # kept gates, with keep='gates'
@@ -292,10 +293,20 @@ def _layer_backward(
             wanted = dx is not None or sums.x_gain is not None
             into = dx[a:b].view(x_NI.shape) if direct else torch.empty_like(x_NI) if wanted else None
             cell.collect(part, x_NI, prev, kept, w, sums, into, some)
-            if not direct and into is not None: _to_input(job, x, a, b, into, w.x_gain, sums.x_gain, dx, mask)
+            if not direct and into is not None: to_input(job, x, a, b, into, w.x_gain, sums.x_gain, dx, mask)
             del x_NI, kept, into, mask     # before the next chunk makes its own
 
-def _to_input(job:LayerRun, x, a:int, b:int, into_NI, gain, total, dx, mask):
+def to_input(
+    job:LayerRun,     # what was computed
+    x,                # T x B x I
+    a:int,            # first step
+    b:int,            # one past the last
+    into_NI,          # gradients at those rows; written over
+    gain,             # of an RMSNorm on the input, or None
+    total,            # the gain's gradient sum, added to, or None
+    dx,               # T x B x I, written; or None
+    mask=None,        # that the rows were multiplied by
+):
     "Gradients at the rows that the cell saw become those at the input's steps a to b"
     if mask is not None: into_NI.mul_(mask.view(into_NI.shape))
     if gain is not None: norm_rows_back(x[a:b].to(job.dtype).reshape(into_NI.shape), gain, into_NI, total)
@@ -341,7 +352,7 @@ class LayerNode(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[2] else None
         cast = cast_weights(CellWeights(*w), job.dtype, ctx.slots)
         gates, room, ctx.room = gates[0] if gates else None, ctx.room, None
-        _layer_backward(job, x, states, gates, cast, dout, dstate, CellWeights(*sums), dx, room)
+        layer_backward(job, x, states, gates, cast, dout, dstate, CellWeights(*sums), dx, room)
         return None, None, dx, *dstate, *own_gradients(ctx, sums, w)
 
     @staticmethod
@@ -465,7 +476,7 @@ def _stack_backward(
         x, states, gates = record.pop()
         into = torch.empty_like(x, memory_format=torch.contiguous_format) if k else dx
         kept, room = (gates, None) if job.keep == 'gates' else (None, gates if again else None)
-        _layer_backward(job, x, states, kept, w, dout, [d[k] for d in dstate], sums[k], into, room)
+        layer_backward(job, x, states, kept, w, dout, [d[k] for d in dstate], sums[k], into, room)
         dout = into
         del x, states, gates, kept, room, into
 
@@ -489,6 +500,20 @@ def _put_out_back(y:torch.Tensor, gain, dout, total):
     dy = dout.clone(memory_format=torch.contiguous_format)
     for a, b in chunks_of(y): norm_rows_back(y[a:b].flatten(0, 1), gain, dy[a:b].flatten(0, 1), total)
     return dy
+
+# %% ../../nbs/engine/03_layer.ipynb #c05f3f78
+def _segment_backward(run, i:int, x, dout, dx, state:list, kept, weights:tuple, dstate:list, sums:tuple):
+    "Walk back over segment i, on what is kept of it, or after running it again"
+    jobs, (layers, gain), flat = run.at(i, False), weights, iter(kept or ())
+    record = [] if kept else _stack_forward(jobs, x, state, layers, False)[2]
+    for job in jobs if kept else ():
+        states, gates = [next(flat) for _ in state], next(flat)
+        record.append((x, states, gates))
+        x = states[0][:-1] if job.flipped else states[0][1:]
+    top = record[-1][1][0]
+    dout = _put_out_back(top[:-1] if jobs[-1].flipped else top[1:], gain, dout, sums[1])
+    del x, top
+    _stack_backward(jobs, record, layers, dout, dstate, sums[0], dx, again=not kept)
 
 # %% ../../nbs/engine/03_layer.ipynb #d6d80898
 class StackNode(torch.autograd.Function):
@@ -535,19 +560,6 @@ class StackNode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents): raise RuntimeError(NO_FORWARD_MODE.format('this layer'))
-
-def _segment_backward(run, i:int, x, dout, dx, state:list, kept, weights:tuple, dstate:list, sums:tuple):
-    "Walk back over segment i, on what is kept of it, or after running it again"
-    jobs, (layers, gain), flat = run.at(i, False), weights, iter(kept or ())
-    record = [] if kept else _stack_forward(jobs, x, state, layers, False)[2]
-    for job in jobs if kept else ():
-        states, gates = [next(flat) for _ in state], next(flat)
-        record.append((x, states, gates))
-        x = states[0][:-1] if job.flipped else states[0][1:]
-    top = record[-1][1][0]
-    dout = _put_out_back(top[:-1] if jobs[-1].flipped else top[1:], gain, dout, sums[1])
-    del x, top
-    _stack_backward(jobs, record, layers, dout, dstate, sums[0], dx, again=not kept)
 
 # %% ../../nbs/engine/03_layer.ipynb #45d94130
 class StepNode(torch.autograd.Function):

@@ -80,7 +80,8 @@ def _run_gru_out(gates, h, out, gain):
     n_slots, D = gates.shape[-1] // h.shape[-1], h.shape[-1]
     rows, new, normed = gates.numel() // gates.shape[-1], out is not None, gain is not None
     out, gain = out if new else gates, gain if normed else h
-    _launch(_gru_out, rows, gates, D, normed, gates, h, out, gain, D, NORM_EPS, SLOTS=n_slots, NEW=new, NORM=normed)
+    _launch(_gru_out, rows, gates, D, normed, gates, h, out, gain, D, NORM_EPS, SLOTS=n_slots, NEW=new,
+            NORM=normed)
 
 def _run_gru_reset(gates, h, reset_h):
     _launch(_gru_reset, h.numel() // h.shape[-1], gates, h.shape[-1], False, gates, h, reset_h, h.shape[-1])

@@ -149,6 +149,8 @@ def _with_statistics(func, args, out):
     return type(out)([out[0], *[t.new_empty(t.shape, dtype=weight.dtype) for t in out[1:]]])
 
 # %% ../../nbs/measure/01_shadow.ipynb #985c7af6
+_UNTOLD = {_aten._cudnn_rnn.default, _aten.miopen_rnn.default}    # 0 bytes on fake tensors
+
 class _Rules(TorchDispatchMode):
     "Corrects fake tensors where a CPU keeps more than they say, and refuses what they cannot follow"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -156,6 +158,7 @@ class _Rules(TorchDispatchMode):
         if func.namespace == 'prim': return func(*args, **kwargs)
         given = flat_tensors((args, *kwargs.values()))
         if func is not _aten.lift_fresh.default: _refuse(func, given)
+        if func in _UNTOLD: raise NotFollowed(f'{func}: fake tensors say nothing of its reserve; a Meter can')
         out = func(*args, **kwargs)
         if func in _KEEPS_STATISTICS: out = _with_statistics(func, args, out)
         for t in flat_tensors((out,)):

@@ -1,0 +1,273 @@
+"""Backends of the layers against the eager walk: gradients, options, bytes. A section a backend."""
+import copy
+import itertools
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from gruckpt.engine.cells import GRUCell, LSTMCell
+from gruckpt.engine.convert import convert
+from gruckpt.engine.layer_bytes import LayerBytes, back_of_op
+from gruckpt.engine.recurrent import GRU, LSTM, Recurrent, layers_of
+from gruckpt.engine.scan import plain
+from gruckpt.measure.meter import Meter
+from gruckpt.measure.shadow import NotFollowed, shadow, without_onednn
+
+F64 = torch.float64
+KINDS = {'gru': GRU, 'lstm': LSTM}
+every_kind = pytest.mark.parametrize('kind', KINDS)
+
+
+def run(rnn, x, states=None, seed=1):
+    "Output, final state and gradients at all that wants one"
+    torch.manual_seed(seed)
+    leaves = [t for t in (x, *(states or ()), *rnn.parameters()) if t.requires_grad]
+    hx = states if states is None or len(states) > 1 else states[0]
+    out, final = rnn(x, hx)
+    finals = final if isinstance(final, tuple) else (final,)
+    loss = (getattr(out, 'data', out) if isinstance(out, nn.utils.rnn.PackedSequence) else out).cos().sum()
+    for t in finals: loss = loss + t.sin().sum()
+    return [loss, *finals, *torch.autograd.grad(loss, leaves)]
+
+
+def same(a, b, eps=1e-10):
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape and (x - y).norm() <= eps * y.norm().clamp(min=1e-3)
+
+
+def bits(a, b): assert all(map(torch.equal, a, b))
+
+
+# 'torch': torch's own op
+
+OPTIONS = [{}, {'bias': False}, {'dropout': .3}, {'bidirectional': True, 'dropout': .2},
+           {'batch_first': True}, {'norm': 'output', 'dropout': .3}, {'proj_size': 2},
+           {'proj_size': 3, 'bidirectional': True}]
+
+
+def made(kind, options, dtype=F64, **more):
+    "A layer of five inputs, width four, two layers; None where the kind has no such option"
+    if ('norm' in options) and kind == 'lstm' or ('proj_size' in options) and kind == 'gru': return None
+    torch.manual_seed(0)
+    return KINDS[kind](5, 4, 2, dtype=dtype, **options, **more)
+
+
+def inputs(rnn, dtype=F64, T=13, B=3):
+    shape = (B, T, 5) if rnn.batch_first else (T, B, 5)
+    widths = [rnn.proj_size or 4, 4][:rnn.cell.n_states]
+    states = [torch.randn(2*(1 + rnn.bidirectional), B, n, dtype=dtype, requires_grad=True) for n in widths]
+    return torch.randn(shape, dtype=dtype, requires_grad=True), states
+
+
+@every_kind
+@pytest.mark.parametrize('options', OPTIONS, ids=lambda o: ' '.join(o) or 'plain')
+@pytest.mark.parametrize('dtype,eps', [(F64, 1e-10), (torch.float32, 1e-5)])
+def test_torchs_op_has_the_eager_gradients(kind, options, dtype, eps):
+    rnn = made(kind, options, dtype)
+    if rnn is None: pytest.skip('not an option of this layer')
+    x, states = inputs(rnn, dtype)
+    for seg_len, rnn.chunk_len in ((None, None), (None, 4), (5, 4), (1, None)):
+        rnn.seg_len, rnn.backend, rnn.keep = seg_len, 'eager', 'hidden'
+        want = run(rnn, x, states)
+        rnn.backend = 'torch'
+        for rnn.keep in ('hidden', 'gates', ('gates', 'hidden')): same(run(rnn, x, states), want, eps)
+
+
+@every_kind
+@pytest.mark.parametrize('bidirectional,dropout', itertools.product([False, True], [0., .3]))
+def test_torchs_op_packed(kind, bidirectional, dropout):
+    rnn = made(kind, dict(bidirectional=bidirectional, dropout=dropout))
+    x, _ = inputs(rnn, T=7, B=4)
+    for rnn.seg_len in (None, 3):
+        found = []
+        for rnn.backend, rnn.keep in (('eager', 'hidden'), ('torch', 'hidden'), ('torch', 'gates')):
+            torch.manual_seed(2)
+            out, final = rnn(pack_padded_sequence(x, [3, 7, 7, 1], enforce_sorted=False))
+            finals = final if isinstance(final, tuple) else (final,)
+            loss = out.data.cos().sum() + sum(t.sin().sum() for t in finals)
+            found.append([out.data, *finals, *torch.autograd.grad(loss, [x, *rnn.parameters()])])
+        same(found[1], found[0])
+        same(found[2], found[0])
+
+
+@every_kind
+@pytest.mark.parametrize('keep,seg_len', itertools.product(['hidden', 'gates'], [None, 4]))
+def test_torchs_op_in_every_mode(kind, keep, seg_len):
+    rnn = made(kind, {}, keep=keep, seg_len=seg_len, backend='torch')
+    x, states = inputs(rnn)
+    want = run(rnn, x, states)
+    bits(run(copy.deepcopy(rnn), x, states), want)
+    bits(run(pickle.loads(pickle.dumps(rnn)), x, states), want)
+    other = made(kind, {})
+    other.load_state_dict(rnn.state_dict())
+    same(run(other, x, states), want)
+    with torch.no_grad(): assert not rnn(x)[0].requires_grad
+    with plain(): same(run(rnn, x, states), want)
+    seen = []
+    rnn.register_forward_hook(lambda module, args, out: seen.append(out[0].shape))
+    bits(run(rnn, x, states), want)
+    assert seen == [torch.Size([13, 3, 4])]
+    loss = rnn(x)[0].sum()
+    with pytest.raises(RuntimeError, match='second derivatives'):
+        torch.autograd.grad(loss, x, create_graph=True)
+    loss = rnn(x)[0].sum()
+    once = torch.autograd.grad(loss, [x, *rnn.parameters()], retain_graph=True)
+    bits(torch.autograd.grad(loss, [x, *rnn.parameters()]), once)
+    with pytest.raises(RuntimeError, match='second time'): loss.backward()
+
+
+@every_kind
+@pytest.mark.parametrize('keep,seg_len', itertools.product(['hidden', 'gates'], [None, 4]))
+def test_torchs_op_walks_back_in_another_thread(kind, keep, seg_len):
+    rnn = made(kind, {'dropout': .2}, keep=keep, seg_len=seg_len, backend='torch')
+    x, _ = inputs(rnn)
+    found = []
+    for other in (False, True):
+        rnn.zero_grad()
+        torch.manual_seed(3)
+        loss = rnn(x)[0].square().sum()
+        walk = threading.Thread(target=loss.backward)
+        if other:
+            walk.start()
+            walk.join()
+        else: loss.backward()
+        found.append([p.grad.clone() for p in rnn.parameters()])
+    bits(*found)
+
+
+@every_kind
+@pytest.mark.parametrize('keep,seg_len', itertools.product(['hidden', 'gates'], [None, 4]))
+def test_torchs_op_under_autocast(kind, keep, seg_len):
+    rnn = made(kind, {}, torch.float32, keep=keep, seg_len=seg_len)
+    x, states = inputs(rnn, torch.float32)
+    found = []
+    for rnn.backend in ('eager', 'torch'):
+        with torch.autocast('cpu', torch.bfloat16): out, _ = rnn(x, states if kind == 'lstm' else states[0])
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *rnn.parameters()])])
+    assert [t.dtype for t in found[1]] == [torch.bfloat16] + [torch.float32] * (len(found[1]) - 1)
+    for a, b in zip(*found): assert (a - b).norm() < .04 * b.norm()
+
+
+@pytest.mark.parametrize('trainable', [['weight_hh_l0'], ['bias_ih_l1'], ['weight_ih_l0', 'bias_hh_l0'], []])
+@pytest.mark.parametrize('seg_len', [None, 4])
+def test_torchs_op_where_only_some_weights_learn(trainable, seg_len):
+    rnn = made('gru', {}, seg_len=seg_len, keep='gates')
+    for name, p in rnn.named_parameters(): p.requires_grad_(name in trainable)
+    x, _ = inputs(rnn)
+    want = run(rnn, x)
+    rnn.backend = 'torch'
+    same(run(rnn, x), want)
+
+
+def test_torchs_op_lets_the_output_be_written():
+    "As nn.GRU does; torch's op has not kept it on a CPU"
+    for keep in ('gates', 'hidden'):
+        rnn = made('gru', {}, keep=keep, backend='torch')
+        x, _ = inputs(rnn)
+        want = torch.autograd.grad(rnn(x)[0].relu().sum(), x)
+        bits(torch.autograd.grad(rnn(x)[0].relu_().sum(), x), want)
+
+
+def test_torchs_op_with_saved_tensor_hooks():
+    for keep, seg_len in itertools.product(('gates', 'hidden'), (None, 4)):
+        rnn = made('lstm', {}, keep=keep, seg_len=seg_len, backend='torch')
+        x, _ = inputs(rnn)
+        want = run(rnn, x)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone): got = run(rnn, x)
+        same(got, want)
+
+
+def test_torchs_op_is_refused_where_there_is_none():
+    for kind, first, options in ((GRU, (), {'norm': 'state'}), (GRU, (), {'reset': 'before'}),
+                                 (Recurrent, ('mingru',), {})):
+        with pytest.raises(ValueError, match="use 'auto' or 'eager'"):
+            kind(*first, 5, 4, backend='torch', **options)
+    model = nn.Sequential(nn.GRU(5, 4), GRU(4, 4, norm='state'))
+    with pytest.raises(ValueError, match="1: backend='torch' is for"): convert(model, backend='torch')
+    assert type(model[0]) is nn.GRU and model[1].backend == 'auto'
+
+
+@every_kind
+@pytest.mark.parametrize('keep,seg_len', itertools.product(['hidden', 'gates'], [None, 4]))
+def test_torchs_op_by_convert(kind, keep, seg_len):
+    torch.manual_seed(0)
+    model = {'gru': nn.GRU, 'lstm': nn.LSTM}[kind](5, 4, 2, bidirectional=True).double()
+    x = torch.randn(13, 3, 5, dtype=F64, requires_grad=True)
+    want = run(model, x)
+    convert(model, backend='torch', keep=keep, seg_len=seg_len)
+    assert model.backend == 'torch'
+    same(run(model, x), want)
+
+
+def test_torchs_op_compiled_and_exported():
+    rnn = made('gru', {}, torch.float32, keep='gates', seg_len=4, backend='torch')
+    x, _ = inputs(rnn, torch.float32)
+    want = rnn(x)[0]
+    same([torch.compile(rnn, backend='eager')(x)[0]], [want], 1e-6)
+    same([torch.export.export(rnn, (x,)).module()(x)[0]], [want], 1e-5)
+
+
+def test_a_shadow_refuses_cudnn():
+    "On fake tensors its reserve has no bytes"
+    how = 3, 4, 0, 1, False, 0., True, False, [], None
+    def region(x, w):
+        h = x.new_zeros(1, 2, 4)
+        return torch.ops.aten._cudnn_rnn(x, w, 4, None, h, None, *how)[0]
+    weights = [p.detach() for p in nn.GRU(3, 4).parameters()]
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (torch.zeros(5, 2, 3), *weights)]
+        h = fake[0].new_zeros(1, 2, 4)
+        assert torch.ops.aten._cudnn_rnn(fake[0], fake[1:], 4, None, h, None, *how)[3].numel() == 0
+    with pytest.raises(NotFollowed, match='reserve'): shadow(region, torch.zeros(5, 2, 3), weights)
+
+
+@pytest.mark.parametrize('cell', [GRUCell(), LSTMCell()], ids=['gru', 'lstm'])
+@pytest.mark.parametrize('dtype', [torch.float32, F64])
+@pytest.mark.parametrize('keep', ['hidden', 'gates'])
+def test_torchs_op_is_counted_to_the_byte(cell, dtype, keep):
+    sizes = (1, 3, 4, 9), (2, 5, 9, 4), (3, 2, 3, 11), (4, 64, 3, 5), (9, 64, 7, 8), (70, 4, 5, 6)
+    for n, batch, n_in, width in sizes:
+        rnn = layers_of(cell, n_in, width, keep=keep, backend='torch', dtype=dtype)
+        rnn._read_only_output = True
+        x = torch.randn(n, batch, n_in, dtype=dtype, requires_grad=True)
+        states = [torch.zeros(1, batch, width, dtype=dtype) for _ in range(cell.n_states)]
+        with without_onednn(), Meter() as meter:
+            with Meter.phase('forward'): loss = rnn(x, states if len(states) > 1 else states[0])[0].sum()
+            with Meter.phase('backward'): loss.backward()
+        o = LayerBytes(cell, n_in, width, batch, keep, *[dtype.itemsize]*3, backend='torch')
+        assert meter.phases == {'forward': o.record(n) + o.forward(n),
+                                'backward': o.record(n) + o.back(n) + 2*o.item}, (n, batch, n_in, width)
+
+
+@every_kind
+@pytest.mark.parametrize('bias,at_state,into', itertools.product([True, False], repeat=3))
+def test_torchs_way_back_is_counted_to_the_byte(kind, bias, at_state, into):
+    gates = 4 if kind == 'lstm' else 3
+    for n, B, I, D in ((1, 3, 4, 9), (2, 2, 3, 11), (3, 7, 5, 4), (17, 3, 6, 19), (4, 1, 40, 3)):
+        rnn = KINDS[kind](I, D, bias=bias, keep='gates', backend='torch')
+        rnn._read_only_output = True
+        states = [torch.zeros(1, B, D, requires_grad=at_state) for _ in range(1 + (kind == 'lstm'))]
+        x, dout = torch.randn(n, B, I, requires_grad=into), torch.randn(n, B, D)
+        with without_onednn(), Meter() as meter:
+            out = rnn(x, states if len(states) > 1 else states[0])[0]
+            with Meter.phase('backward'): torch.autograd.backward([out], [dout])
+        counted = back_of_op(kind == 'lstm', n, B*D, gates*D*D, gates*D*I, bias*gates*D, into*n*B*I, at_state)
+        assert meter.phases['backward'] == 4*counted, (n, B, I, D)
+
+
+@every_kind
+@pytest.mark.parametrize('options', [{}, {'num_layers': 3},
+                                     {'num_layers': 2, 'bidirectional': True, 'batch_first': True}])
+def test_the_report_of_convert_counts_torchs_op(kind, options):
+    for more in ({}, {'keep': 'gates'}, {'seg_len': 6}, {'seg_len': 7, 'keep': 'gates'}):
+        rnn = {'gru': nn.GRU, 'lstm': nn.LSTM}[kind](5, 8, **options).double()
+        report = convert(rnn, batch=3, steps=40, backend='torch', **more)
+        x = torch.randn((3, 40, 5) if rnn.batch_first else (40, 3, 5), dtype=F64, requires_grad=True)
+        with Meter() as meter:
+            held = rnn(x)
+            assert (report.after, len(held)) == (meter.live, 2), more
