@@ -65,9 +65,7 @@ class LayerBytes:
     def copied(self) -> bool:
         "Is a chunk's input copied?"
         return self.dropped or self.x_normed or self.item_x != self.item
-    def chunk(self, n):
-        "Steps whose gates are in flight"
-        return np.minimum(n, default_chunk_len(self.batch, self.device))
+    def chunk(self, n): "Steps in flight"; return np.minimum(n, default_chunk_len(self.batch, self.device))
     @property
     def fused(self) -> bool: "By torch's own op?"; return is_fused(self.cell, self.device, self.backend)
     def states(self, n): "What `keep='hidden'` keeps"; return _rows_of_states(self, n) * self.row
