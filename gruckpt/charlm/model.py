@@ -20,7 +20,7 @@ from ..engine.cells import CellWeights, norm_rows
 from .step_bytes import cell_of, moments_of, parts_of, rhythm, work_of
 from ..engine.head import head_loss
 from ..engine.layer import DropoutMask, LayerRun, cast_weights
-from ..engine.recurrent import layers_of, layer_weights, parameter_name
+from ..engine.recurrent import layer_input, layer_weights, layers_of, parameter_name
 from .sampling import Sampling, Tape, check_probability, draw_tape
 from ..engine.scan import scan_segments, uncompiled
 from ..plan.segment import Plan, Work, keep_each
@@ -274,6 +274,7 @@ def _stepper(
         (h_LBD, t), x_1BD = carried, model.embed(ids_1B.long())
         for k, (w, bias) in enumerate(zip(weights, biases)):
             drop = None if seed is None or not k else DropoutMask(rnn.dropout, seed, k, t)
+            x_1BD = layer_input(rnn, k, x_1BD)
             x_BD = LayerRun(rnn.cell, 'hidden', 1, False, drop, dtype).x(x_1BD, 0, 1, w.x_gain)
             rnn.cell.project(x_BD, w, bias, gates_1BG)
             x_1BD = h_LBD[k:k + 1]
