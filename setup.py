@@ -39,7 +39,7 @@ setup(
     packages=find_packages(include=[cfg['lib_path'], cfg['lib_path'] + '.*']),
     include_package_data=True,
     install_requires=shlex.split(cfg.get('requirements', '')),
-    extras_require={o: shlex.split(cfg.get(f'{o}_requirements', '')) for o in ('dev', 'bench', 'peers')},
+    extras_require={o: shlex.split(cfg.get(f'{o}_requirements', '')) for o in 'dev bench onnx peers'.split()},
     long_description=open('README.md', encoding='utf-8').read(),
     long_description_content_type='text/markdown',
     entry_points={

@@ -190,7 +190,8 @@ def packages(key):
     return {'pynvml' if o == 'nvidia-ml-py' else o.replace('-', '_') for o in dists}
 
 
-EXTRAS = {'bench.rnn': 'bench', 'bench.tft': 'peers'}    # module → extra that it may import in functions
+# module → extra that it may import in functions
+EXTRAS = {'bench.rnn': 'bench', 'bench.tft': 'peers', 'quant.export': 'onnx'}
 
 
 @every_module

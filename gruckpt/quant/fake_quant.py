@@ -59,7 +59,7 @@ def rounded(
         return ((x * (1 / scale)).round().add(zero).clamp(low, high) - zero) * scale
     return _Clipped.apply(x, *grid)
 
-# %% ../../nbs/quant/00_fake_quant.ipynb #90c93736
+# %% ../../nbs/quant/00_fake_quant.ipynb #69eebb93
 class _Straight(torch.autograd.Function):
     "Rounded on the grids of its rows, from -range to range or from low to high; keeps nothing"
     @staticmethod
@@ -84,6 +84,7 @@ def scales_of(
     zero = (-low / scale).round().nan_to_num(0.).clamp(0, most)
     return scale, zero.int(), 0, most
 
+# %% ../../nbs/quant/00_fake_quant.ipynb #a0926aa3
 def rounded_rows(
     x:torch.Tensor,          # any shape
     bits:int=8,              # of an integer
@@ -98,7 +99,7 @@ def rounded_rows(
         return ((q.clamp(low, high) - zero[:, None]) * scale[:, None]).view(x.shape)
     return _Straight.apply(x_NI, scale, zero, low, high).view(x.shape)
 
-# %% ../../nbs/quant/00_fake_quant.ipynb #af08dbcb
+# %% ../../nbs/quant/00_fake_quant.ipynb #b00d9c60
 MODES = 'delayed', 'dynamic', 'frozen', 'observing'
 _COLLECTED = WeakKeyDictionary()    # module → (low, high) of what passed in this step
 
@@ -111,6 +112,7 @@ def _check(mode:str, bits:int, symmetric:bool, per_channel:bool, pace:float):
         raise ValueError("per_channel is for weights, whose ranges are read off them: it goes with "
                          f"mode='dynamic' and symmetric=True, got mode={mode!r} and symmetric={symmetric}")
 
+# %% ../../nbs/quant/00_fake_quant.ipynb #fe5012b9
 class FakeQuant(nn.Module):
     """Rounds what passes to a grid of few bits, with a straight-through gradient.
 
@@ -149,7 +151,7 @@ class FakeQuant(nn.Module):
         super()._load_from_state_dict(state, prefix, *args)
         _settle(self)
 
-# %% ../../nbs/quant/00_fake_quant.ipynb #e1069f47
+# %% ../../nbs/quant/00_fake_quant.ipynb #c674bc09
 def _in_backward() -> bool: return torch._C._current_graph_task_id() != -1
 
 def _collect(quant:FakeQuant, x:torch.Tensor):
