@@ -20,7 +20,7 @@ from ..engine.cells import CellWeights, norm_rows
 from .step_bytes import cell_of, moments_of, parts_of, rhythm, work_of
 from ..engine.head import head_loss
 from ..engine.layer import DropoutMask, LayerRun, cast_weights
-from ..engine.recurrent import layers_of, layer_weights, parameter_name
+from ..engine.recurrent import layer_input, layer_weights, layers_of, parameter_name
 from .sampling import Sampling, Tape, check_probability, draw_tape
 from ..engine.scan import scan_segments, uncompiled
 from ..plan.segment import Plan, Work, default_chunk_len, keep_each
@@ -275,6 +275,7 @@ def _masks_ahead(
         return ahead[k - 1, t % n][None]
     return mask
 
+# %% ../../nbs/charlm/03_model.ipynb #49e72e05
 def _stepper(
     model:_Layers,         # as it is now; later changes of its weights may or may not be seen
     shape_TB:tuple,        # steps and rows of the window
@@ -291,7 +292,7 @@ def _stepper(
     def step(ids_1B, carried):
         (h_LBD, t), x_1BD = carried, model.embed(ids_1B.long())
         for k, (w, bias) in enumerate(zip(weights, biases)):
-            run = LayerRun(rnn.cell, 'hidden', 1, False, None, dtype)
+            run, x_1BD = LayerRun(rnn.cell, 'hidden', 1, False, None, dtype), layer_input(rnn, k, x_1BD)
             x_BD = run.x(x_1BD, 0, 1, w.x_gain, mask_of(k, t))
             rnn.cell.project(x_BD, w, bias, gates_1BG)
             x_1BD = h_LBD[k:k + 1]

@@ -69,7 +69,9 @@ def _text(
     from gruckpt.charlm.text import Vocab
     for path in found.damaged: say(f'{path.name} is damaged and not used; this is {found.path.name}')
     about, weights = _of_characters(found), found.state['model']
+    from gruckpt.quant.prepare import prepare_qat
     vocab, model = Vocab(about['symbols']), GRULM(GRUSpec.from_dict(about['spec']))
+    if 'quant' in about: prepare_qat(model, **about['quant'])
     model.to(weights['head.weight'].dtype).load_state_dict(weights)
     return vocab.decode(model.generate(vocab.encode(prompt), n_chars, **sampling))
 
@@ -103,7 +105,9 @@ def _certificate(
     from gruckpt.charlm.text import Batch
     check_options(SimpleNamespace(batch_size=batch_size), {}, ('batch_size',))
     spec, plan = GRUSpec.from_dict(_of_characters(found)['spec']), Plan(**found.state['plan'])
+    from gruckpt.quant.prepare import prepare_qat
     model = GRULM(spec).double()
+    if 'quant' in found.state['about']: prepare_qat(model, **found.state['about']['quant'])
     model.load_state_dict(found.state['model'])
     draw = torch.Generator('cpu').manual_seed(seed)
     ids = torch.randint(spec.vocab_size, (batch_size, plan.n_steps + 1), generator=draw)
@@ -123,6 +127,153 @@ def _certify_command(
             certificate = _certificate(load_checkpoint(run), batch_size, seed)
         print_answer(certificate)
         if not certificate.passed: raise typer.Exit(1)
+
+# %% ../../nbs/commands/03_cli.ipynb #q1400002
+def _of_table(state:dict, file:Path|None, n_batches:int) -> tuple:
+    "(model, calibration batches, model → numbers, model → an output) of a run of train-tft"
+    from itertools import islice
+    from gruckpt.tft.forecast import measures, predict, run_of
+    from gruckpt.tft.table import read_series
+    run, file = run_of(state), file or Path(state['remembered']['parquet_file'])
+    series = read_series(file, run.setup.coding.spec)
+    train, judged = run.setup.windows(series, 'train'), None
+    for part in 'test', 'valid', 'train':
+        if judged is not None: continue
+        try: judged = run.setup.windows(series, part)
+        except ValueError: continue                       # the run has no such part
+    step = max(1, len(train) // 64 // n_batches)
+    batches = list(islice(islice(train.batches(64), 0, None, step), n_batches))
+    first = next(iter(judged.batches(64)))
+    def judge(model): return measures(predict(model, judged), judged, run.levels)
+    return run.model, batches, judge, lambda model: model(first).quantiles
+
+# %% ../../nbs/commands/03_cli.ipynb #77c7f40a
+def _of_text(state:dict, file:Path|None, n_batches:int) -> tuple:
+    "The same of a run of train-lm"
+    from itertools import islice
+    from gruckpt.charlm.text import EvalStream, TokenStream, Vocab, read_text, split_text
+    from gruckpt.quant.integers import model_of
+    from gruckpt.quant.prepare import prepare_qat
+    from gruckpt.training.evaluation import evaluate
+    about, run, model = state['about'], state['about']['run'], model_of(state['about'])
+    if 'quant' in about: prepare_qat(model, **about['quant'])
+    model.load_state_dict(state['model'])
+    vocab, file = Vocab(about['symbols']), file or Path(state['remembered']['text'])
+    ids = vocab.encode(read_text(file), vocab.dtype)
+    train, valid = split_text(ids, run['valid_share'] or .05, run['steps'])
+    stream, judged = TokenStream(train, 8, run['steps'], 0), EvalStream(valid, 8, run['steps'])
+    first = next(iter(judged))
+    def judge(model): return evaluate(model, judged).numbers()
+    def output(model): return model(first.inputs.t(), model.init_state(len(first.inputs)))[0]
+    return model, list(islice(stream, n_batches)), judge, output
+
+# %% ../../nbs/commands/03_cli.ipynb #q1400004
+def _report(before:dict, after:dict, n_float:int, n_int:int, rows:list, path:Path) -> str:
+    "Size, quality and the layers that lose most, for people"
+    from gruckpt.measure.meter import human
+    lines = [f'{path}: {human(n_int)}, {n_int / n_float:.2f} of the {human(n_float)} in float32']
+    for name, value in before.items():
+        change = f'{after[name] / value - 1:+.2%}' if value else ''
+        lines.append(f'{name:14} {value:.5f} → {after[name]:.5f}  {change}')
+    lines.append('error of the output where one module alone is rounded:')
+    return '\n'.join(lines + [f'{o.error:8.3%}  {o.name}, {o.numbers:,} numbers' for o in rows[:10]])
+
+def _quantized(found, file:Path|None, out:Path, weight_bits:int|None, n_batches:int) -> str:
+    "Write a run's model as integers, and say what it costs"
+    import torch
+    from gruckpt.quant.fake_quant import FakeQuant
+    from gruckpt.quant.integers import float_bytes, losses_of, only, save_integers, to_integers
+    from gruckpt.quant.prepare import calibrate, prepare_qat, set_mode
+    state, about = found.state, found.state['about']
+    model, batches, judge, output = (_of_table if 'tft' in about else _of_text)(state, file, n_batches)
+    model = model.to(torch.float32).eval()
+    if 'quant' in about and weight_bits not in (None, about['quant']['weight_bits']):
+        raise ValueError(f'--weight-bits: the run was trained with {about["quant"]["weight_bits"]}; leave '
+                         'it out')
+    about = about if 'quant' in about else about | {'quant': {'weight_bits': weight_bits or 8}}
+    if 'quant' not in state['about']: prepare_qat(model, **about['quant'])
+    inputs = [m for m in model.modules() if isinstance(m, FakeQuant) and not m.per_channel]
+    if any(m.grid is None for m in inputs):
+        run = None if 'tft' in about else lambda m, b: m.loss(b)
+        calibrate(model, batches, run)
+    set_mode(model, 'frozen')
+    with only(model, ()): before = judge(model)
+    rows, n_float = losses_of(model, output), float_bytes(model)
+    to_integers(model)
+    return _report(before, judge(model), n_float, save_integers(model, about, out), rows, out)
+
+# %% ../../nbs/commands/03_cli.ipynb #q1400005
+@app.command('quantize')
+def _quantize_command(
+    run:Annotated[Path, typer.Argument(help='folder of a run')],
+    out:Annotated[Path|None, Option(help='file to write; default: int8.pt in the folder')] = None,
+    parquet_file:Annotated[Path|None, Option(help='rows to calibrate and judge on; default: its own')] = None,
+    text:Annotated[Path|None, Option(help='of a run of train-lm, likewise')] = None,
+    weight_bits:Annotated[int|None, Option(help='of a weight, 4 to 8; default: as trained, or 8')] = None,
+    n_batches:Annotated[int, Option('--batches', help='to calibrate on')] = 16,
+):
+    "Write a run's model in integers, and a report of what that costs."
+    with ending():
+        with refusing():
+            from gruckpt.training.checkpoint_files import load_checkpoint, write_whole
+            if parquet_file is not None and text is not None:
+                raise ValueError('give --parquet-file or --text, as the run was trained')
+            check_options(SimpleNamespace(batches=n_batches), {}, ('batches',))
+            if weight_bits is not None and not 4 <= weight_bits <= 8:
+                raise ValueError(f'--weight-bits must be in 4..8, got {weight_bits}')
+            out = out or run/'int8.pt'
+            if not out.parent.is_dir(): raise ValueError(f'--out: there is no folder {str(out.parent)!r}')
+            found = load_checkpoint(run, best=(run/'best.pt').exists())
+            said = _quantized(found, parquet_file or text, out, weight_bits, n_batches)
+            write_whole(out.with_suffix('.txt'), lambda f: f.write(said.encode()))
+        print_answer(said)
+
+# %% ../../nbs/commands/03_cli.ipynb #q1400008
+def _facts(about:dict, step:int) -> dict:
+    "What the numbers in a file mean: spec, scales and columns, or characters"
+    known = ('tft', 'setup', 'spec', 'symbols', 'quant')
+    return {k: about[k] for k in known if k in about} | {'step': step, 'producer': 'gruckpt'}
+
+def _exported(found, int8:Path|None, form:str, out:Path) -> str:
+    "Write a run's model for others"
+    import torch
+    from gruckpt.quant.export import export_onnx, export_program
+    from gruckpt.quant.integers import load_integers, model_of, to_integers
+    from gruckpt.quant.prepare import prepare_qat
+    about, step = found.state['about'], found.state['step']
+    if int8 is not None: model, about = load_integers(int8)
+    else:
+        model = model_of(about)
+        if 'quant' in about: prepare_qat(model, **about['quant'])
+        model.load_state_dict(found.state['model'])
+        model.to(torch.float32)
+        if 'quant' in about: to_integers(model)
+    if form == 'onnx':
+        nodes = export_onnx(model, out, _facts(about, step))
+        return f'{out}: {out.stat().st_size:,} bytes; ' + ', '.join(f'{n} {k}' for k, n in nodes.items())
+    facts = {'about.json': json.dumps(_facts(about, step))}
+    torch.export.save(export_program(model), str(out), extra_files=facts)
+    return f'{out}: {out.stat().st_size:,} bytes'
+
+# %% ../../nbs/commands/03_cli.ipynb #1515cf0c
+@app.command('export')
+def _export_command(
+    run:Annotated[Path, typer.Argument(help='folder of a run')],
+    out:Annotated[Path|None, Option(help='file to write; default: model.onnx in the folder')] = None,
+    form:Annotated[str, Option('--format', help='onnx, or pt2 for torch.export')] = 'onnx',
+    int8:Annotated[bool, Option('--int8', help='what gruckpt quantize wrote: int8.pt in the folder')] = False,
+):
+    "Write a run's model for others: as ONNX, or as torch.export has it."
+    with ending():
+        with refusing():
+            from gruckpt.training.checkpoint_files import load_checkpoint
+            if form not in ('onnx', 'pt2'): raise ValueError(f'--format must be onnx or pt2, got {form!r}')
+            found, file = load_checkpoint(run, best=(run/'best.pt').exists()), run/'int8.pt'
+            if int8 and not file.exists():
+                raise ValueError(f'--int8: there is no {str(file)!r}; gruckpt quantize {run} writes it')
+            out = out or run/f'model.{form}'
+            said = _exported(found, file if int8 else None, form, out)
+        print_answer(said)
 
 # %% ../../nbs/commands/03_cli.ipynb #431ce6c8
 _SPEC = Fields('gruckpt.charlm.model:GRUSpec', dict(

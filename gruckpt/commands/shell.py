@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['UsageError', 'BatchSize', 'Segments', 'MemoryLimit', 'Clip', 'Device', 'Threads', 'Seed', 'Quiet', 'Resume',
-           'SaveEvery', 'KeepCheckpoints', 'Boards', 'tell', 'say', 'refusing', 'print_answer', 'ending', 'call',
-           'option', 'check_options', 'check_threads', 'check_bytes', 'Documented', 'documented', 'Fields',
-           'with_fields', 'clip_of', 'open_run', 'options_of', 'given', 'goal_of', 'pick_device', 'start_from',
-           'stoppable', 'summary', 'course_of', 'follow', 'picture', 'train']
+           'SaveEvery', 'KeepCheckpoints', 'Boards', 'UseQAT', 'WeightBits', 'tell', 'say', 'refusing', 'print_answer',
+           'ending', 'call', 'option', 'check_options', 'check_threads', 'check_bytes', 'Documented', 'documented',
+           'Fields', 'with_fields', 'clip_of', 'quant_of', 'bits_of', 'said_of_bits', 'open_run', 'options_of', 'given',
+           'goal_of', 'pick_device', 'start_from', 'stoppable', 'summary', 'course_of', 'follow', 'picture', 'train']
 
 # %% ../../nbs/commands/00_shell.ipynb #229d28cf
 import ast
@@ -288,6 +288,8 @@ Resume = Annotated[bool, Option('--resume', help='go on with the run in --out')]
 SaveEvery = Annotated[int|None, Option(help='steps between checkpoints')]
 KeepCheckpoints = Annotated[int, Option(help='newest checkpoints that stay, beside the best')]
 Boards = Annotated[bool, Option('--tensorboard', help="TensorBoard's files, too")]
+UseQAT = Annotated[bool, Option('--use-qat', help='round weights and inputs to 8 bits in training')]
+WeightBits = Annotated[int, Option(help='of a weight with --use-qat, 4 to 8')]
 
 def clip_of(
     text:str,                # a number, 'auto', 'none' or 'inf'
@@ -299,6 +301,31 @@ def clip_of(
     if text == 'auto': return clip_norm_for(n_params)
     try: return float(text)
     except ValueError: raise ValueError(f'--clip must be a number, auto or none, got {text!r}') from None
+
+# %% ../../nbs/commands/00_shell.ipynb #8e2d5720
+def quant_of(
+    o:SimpleNamespace,   # options: `use_qat` and `weight_bits`
+) -> dict|None:          # keywords of `prepare_qat`; None: nothing is rounded
+    "How a training is rounded; ValueError for other bits"
+    if not 4 <= o.weight_bits <= 8: raise ValueError(f'--weight-bits must be in 4..8, got {o.weight_bits}')
+    if not o.use_qat and o.weight_bits != 8: raise ValueError('--weight-bits goes with --use-qat; add it')
+    return {'weight_bits': o.weight_bits} if o.use_qat else None
+
+def bits_of(
+    about:dict,   # of a run
+) -> dict:        # options by name
+    "The options that a run was rounded with"
+    return {'use_qat': 'quant' in about, **about.get('quant', {})}
+
+def said_of_bits(
+    o:SimpleNamespace,   # options
+    model,               # as it is trained
+) -> list[str]:          # a line, or none
+    "What is rounded, in a line"
+    if not o.use_qat: return []
+    n = sum(p.numel() for m in model.modules() if hasattr(m, 'rounding')
+            for k, p in m._parameters.items() if k in m.rounding)
+    return [f'bits    {n:,} numbers in {o.weight_bits}, inputs in 8']
 
 # %% ../../nbs/commands/00_shell.ipynb #eaed4d29
 def open_run(

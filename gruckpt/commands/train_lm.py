@@ -8,6 +8,7 @@ __all__ = ['SPEC', 'CONFIG', 'TRUTH', 'DRAWN', 'PLAN', 'train_lm_command']
 # %% ../../nbs/commands/01_train_lm.ipynb #748217dd
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from typer import Option
 
 from .shell import (
     BatchSize, Boards, Clip, Device, Fields, KeepCheckpoints, MemoryLimit, Quiet, Resume, SaveEvery, Seed,
-    Segments, Threads, check_bytes, check_options, check_threads, clip_of, course_of, ending, given, goal_of,
-    open_run, option, options_of, pick_device, refusing, say, start_from, train, with_fields)
+    Segments, Threads, UseQAT, WeightBits, bits_of, check_bytes, check_options, check_threads, clip_of,
+    course_of, ending, given, goal_of, open_run, option, options_of, pick_device, quant_of, refusing,
+    said_of_bits, say, start_from, train, with_fields)
 
 # %% ../../nbs/commands/01_train_lm.ipynb #7acce309
 SPEC = Fields('gruckpt.charlm.model:GRUSpec', dict(
@@ -52,6 +54,9 @@ def _check(
         raise ValueError(f'--segments must be in 1..{o.steps} (--steps), got {o.segments}')
     if 'memory_limit' in o.typed and (idle := [name for name in ('segments', 'keep') if name in o.typed]):
         raise ValueError(f'--memory-limit finds the plan; leave it out, or {option(idle[0])}')
+    if o.use_qat and o.memory_limit is not None:
+        raise ValueError('--use-qat counts the bytes of a plan, and searches none; give --segments in the '
+                         'place of --memory-limit')
     if not 0 <= o.valid_share < 1:
         raise ValueError(f'--valid-share must be from 0 up to below 1, got {o.valid_share}')
     if o.halt_after and not o.valid_share:
@@ -88,7 +93,7 @@ def _remembered(
         raise ValueError(f'the {rows} rows of this run cannot be shared evenly by {size} processes')
     return {**SPEC.options(about['spec']), **CONFIG.options(config), **_truth_options(about['truth']),
             **DRAWN.options(about['sampling']), **{name: about['run'][name] for name in _DATA},
-            **state['remembered'], 'batch_size': rows // size,
+            **state['remembered'], **bits_of(about), 'batch_size': rows // size,
             'clip': 'none' if config['clip'] is None else repr(config['clip'])}
 
 # %% ../../nbs/commands/01_train_lm.ipynb #b0e245aa
@@ -150,9 +155,12 @@ def _model(
 ):                       # the model, seeded, on its device
     "A new model"
     from gruckpt.charlm.model import GRULM
+    from gruckpt.quant.prepare import prepare_qat
     from gruckpt.training.optimizer_step import PRECISIONS
     start_from(o.seed, o.threads)
-    return GRULM(spec).to(device=o.device, dtype=PRECISIONS[config.precision].weights)
+    model = GRULM(spec).to(device=o.device, dtype=PRECISIONS[config.precision].weights)
+    if o.use_qat: prepare_qat(model, **quant_of(o))
+    return model
 
 def _facts(o:SimpleNamespace, vocab_size:int) -> tuple:
     "The dataclasses that the options fill: model, training, share of truth, drawing"
@@ -188,6 +196,20 @@ def _planned(
     return PLAN.make(o, Plan.split, n_steps=o.steps, n_segments=o.segments), bytes_of, None
 
 # %% ../../nbs/commands/01_train_lm.ipynb #1fd0b0d8
+def _rounded_bytes(o:SimpleNamespace, model, plan, config, facts:tuple, size:int) -> int|None:
+    "Bytes of a step of a prepared model; None on a GPU, of several ranks, and where inputs are drawn"
+    import torch
+    from gruckpt.charlm.text import Batch
+    from gruckpt.quant.prepare import step_bytes
+    from gruckpt.training.optimizer_step import OPTIMIZERS
+    drawn = 'teacher_forcing' in _ledger_of(o, *facts, size)
+    if drawn or size > 1 or o.device.type != 'cpu' or config.precision == 'float16': return None
+    ids = torch.zeros(2, o.batch_size, o.steps, dtype=torch.int64)
+    batch = Batch(ids[0].clone(), ids[1].clone(), False)
+    optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.lr)
+    return step_bytes(model, batch, model.init_state(o.batch_size), plan, optimizer, config.accumulate,
+                      config.precision)
+
 def _seconds_of(o:SimpleNamespace, spec, config):
     "Plan → seconds of a step on this machine; None where bytes are not measured either"
     from gruckpt.plan.budget import Rates, seconds_of
@@ -240,6 +262,7 @@ def _trainer(
     from gruckpt.training.parallel import all_or_none
     from gruckpt.charlm.text import Vocab
     from gruckpt.plan.segment import Plan
+    from gruckpt.quant.prepare import after_step
     from gruckpt.training.trainer import Trainer
     with all_or_none():
         known = Vocab(found.state['about']['symbols']) if found else None
@@ -249,10 +272,12 @@ def _trainer(
         plan, bytes_of, replan = _planned(o, spec, _ledger_of(o, *facts, world.size), was)
     run = {'rows': o.batch_size * world.size, **{name: getattr(o, name) for name in _DATA}}
     about = {'spec': spec.to_dict(), 'symbols': vocab.symbols, 'run': run, 'truth': asdict(decay),
-             'sampling': asdict(drawn)}
+             'sampling': asdict(drawn)} | ({'quant': quant_of(o)} if o.use_qat else {})
     remembered = {'text': str(o.text.absolute()), **{name: getattr(o, name) for name in _FREE}}
-    trainer = Trainer(model, stream, config, plan, _judge(o, valid), about, bytes_of(plan), replan,
-                      _knobs(decay, drawn), world, _seconds_of(o, spec, config), remembered)
+    peak = _rounded_bytes(o, model, plan, config, facts, world.size) if o.use_qat else bytes_of(plan)
+    trainer = Trainer(model, stream, config, plan, _judge(o, valid), about, peak, replan,
+                      _knobs(decay, drawn), world, None if o.use_qat else _seconds_of(o, spec, config),
+                      remembered, after_step if o.use_qat else None)
     with all_or_none():
         if found: _go_on(trainer, found)
     changed = [*o.changed]
@@ -264,10 +289,11 @@ def _said(o:SimpleNamespace, trainer) -> list[str]:
     from gruckpt.measure.meter import human
     spec, config, size = trainer.model.spec, trainer.config, trainer.world.size
     where = f'{o.device}' + f', {size} processes' * (size > 1)
+    peak = trainer.peak_predicted
+    need = 'its bytes are not predicted' if peak is None else f'a step should need {human(peak)}'
     return [f'model   {spec.n_layers} layers of {spec.hidden}, {spec.n_params:,} parameters, '
-            f'{config.precision}, {config.optimizer}; {where}',
-            f'plan    {trainer.plan.words}, {o.batch_size} rows; a step should need '
-            f'{human(trainer.peak_predicted)}',
+            f'{config.precision}, {config.optimizer}; {where}', *said_of_bits(o, trainer.model),
+            f'plan    {trainer.plan.words}, {o.batch_size} rows; {need}',
             f'run     {o.out}, {course_of(trainer)}; {len(trainer.stream)} batches are an epoch']
 
 # %% ../../nbs/commands/01_train_lm.ipynb #eb4e9b25
@@ -301,6 +327,8 @@ def train_lm_command(ctx:typer.Context,
     steps:Annotated[int, Option(help='window length, T')] = 256,
     segments:Segments = None,                    # root of `steps`
     memory_limit:MemoryLimit = None,             # the fastest plan within
+    use_qat:UseQAT = False,                      # as in every command
+    weight_bits:WeightBits = 8,                  # as in every command
     clip:Clip = '1',                             # as in every command
     valid_share:Annotated[float, Option(help='share of the text, from its end, to evaluate on')] = .05,
     free_running:Annotated[bool, Option(help="evaluate with the model's own past, too")] = True,

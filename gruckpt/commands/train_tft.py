@@ -19,8 +19,9 @@ from typer import Option
 
 from .shell import (
     BatchSize, Boards, Clip, Device, Fields, KeepCheckpoints, MemoryLimit, Quiet, Resume, SaveEvery, Seed,
-    Threads, check_bytes, check_options, check_threads, clip_of, course_of, ending, given, goal_of, open_run,
-    option, options_of, pick_device, print_answer, refusing, say, tell, train, with_fields)
+    Threads, UseQAT, WeightBits, bits_of, check_bytes, check_options, check_threads, clip_of, course_of,
+    ending, given, goal_of, open_run, option, options_of, pick_device, print_answer, quant_of, refusing,
+    said_of_bits, say, tell, train, with_fields)
 
 # %% ../../nbs/commands/02_train_tft.ipynb #290d7a57
 _ROLES = ('ids', 'static', 'observed', 'known', 'categorical', 'ignore')
@@ -123,7 +124,7 @@ def _remembered(state:dict) -> dict:
     config, about = state['config'], state['about']
     if 'tft' not in about: raise ValueError('the run is of another model; give another --out')
     return {**SPEC.options(about['tft']), **CONFIG.options(config), **state['remembered'],
-            'batch_size': about['run']['batch'], 'seed': about['run']['seed'],
+            'batch_size': about['run']['batch'], 'seed': about['run']['seed'], **bits_of(about),
             'decay_steps': config['decay_steps'],
             'clip': 'none' if config['clip'] is None else repr(config['clip'])}
 
@@ -170,8 +171,10 @@ def _tier(
     from gruckpt.plan.budget import limit_bytes
     from gruckpt.tft.model import Tier
     from gruckpt.tft.tiers import fit_tier, tier_ledger
+    from gruckpt.quant.prepare import ready
     how = dict(optimizer=config.optimizer, precision=config.precision, device=o.device.type,
-               world_size=o.world.size, accumulate=config.accumulate, packed=packed)
+               world_size=o.world.size, accumulate=config.accumulate, packed=packed,
+               prepare=ready if o.use_qat else None)
     def bytes_of(tier): return int(tier_ledger(spec, o.batch_size, tier, **how).total)
     def smaller(tier):
         tier = fit_tier(spec, o.batch_size, 9 * bytes_of(tier) // 10, **how)
@@ -260,7 +263,8 @@ def _trainer(o:SimpleNamespace, found) -> tuple:
     kept = {k: getattr(o, k) for k in (*_DATA, *_FREE)} | {'parquet_file': o.parquet_file.absolute()}
     kept = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
     trainer = trainer_of(setup, series, spec, config, o.batch_size, o.seed, tier, o.device, train=train,
-                         world=o.world, peak_predicted=peak, replan=smaller, remembered=kept)
+                         quant=quant_of(o), world=o.world, peak_predicted=peak, replan=smaller,
+                         remembered=kept)
     with all_or_none():
         if found: trainer.load_state_dict(found.state)
     changed = [*o.changed, *([f'tier was {was}, is {tier}'] if was not in (None, tier) else [])]
@@ -280,7 +284,7 @@ def _about_run(o:SimpleNamespace, trainer, predicted:str) -> list[str]:
     "Model, tier and goal in a line each"
     n, config = sum(p.numel() for p in trainer.model.parameters()), trainer.config
     return [f'model   {o.hidden} wide, {n:,} parameters, {config.precision}, {config.optimizer}; {o.device}',
-            f'tier    {trainer.plan}{predicted}',
+            *said_of_bits(o, trainer.model), f'tier    {trainer.plan}{predicted}',
             f'run     {o.out}, {course_of(trainer)}; {len(trainer.stream)} batches are an epoch']
 
 # %% ../../nbs/commands/02_train_tft.ipynb #b2f28383
@@ -348,6 +352,8 @@ def train_tft_command(ctx:typer.Context,
     use_gradient_checkpointing:Annotated[bool, Option('--use-gradient-checkpointing', help=_SAME)] = False,
     tier:Annotated[str|None, Option(help='off, vsn, full, aggressive, or layers with commas')] = None,
     memory_limit:MemoryLimit = None,             # the cheapest tier within
+    use_qat:UseQAT = False,                      # as in every command
+    weight_bits:WeightBits = 8,                  # as in every command
     save_every:SaveEvery = None,                 # an epoch
     keep_checkpoints:KeepCheckpoints = 2,        # as in every command
     seed:Seed = 0,                               # of weights, dropout and order

@@ -58,6 +58,7 @@ def _class_in(
 ):                    # the class that it is to have
     "The class after a swap, below a parametrization too"
     cls = type(rnn)
+    if hasattr(cls, 'over_base'): return cls.over_base(swap(cls.__bases__[-1]))    # derives weights itself
     if not parametrize.is_parametrized(rnn): return swap(cls)
     body = {k: v for k, v in vars(cls).items() if k not in ('__dict__', '__weakref__', '_abc_impl')}
     return type(cls)(cls.__name__, (swap(cls.__bases__[0]),), body)
@@ -74,8 +75,8 @@ def _become_torchs(rnn:GRU|LSTM, cls):
     for name in _OPTIONS: del vars(rnn)[name]
     rnn.__class__ = cls
     other = torch.empty(0)     # for a derived weight: torch sees that it has changed, and reads it anew
-    flat = [other if parametrize.is_parametrized(rnn, n) else getattr(rnn, n)
-            for n in rnn._flat_weights_names]
+    def derived(n): return hasattr(cls, 'over_base') or parametrize.is_parametrized(rnn, n)
+    flat = [rnn._parameters.get(n, other) if derived(n) else getattr(rnn, n) for n in rnn._flat_weights_names]
     vars(rnn).update(_flat_weights=flat, _flat_weight_refs=[weakref.ref(w) for w in flat])
     rnn.flatten_parameters()
 
@@ -163,6 +164,7 @@ def _refuse(
         if not isinstance(t := getattr(rnn, weight, None), torch.Tensor):
             raise ValueError(f'{where}: {weight} is {t!r}, it must be a tensor; run what computes it first')
 
+# %% ../../nbs/engine/06_convert.ipynb #8f9849ff
 def _refuse_backend(name:str, rnn, backend:str):
     "ValueError for a layer, torch's or ours, that the backend cannot run"
     cell = getattr(rnn, 'cell', None) or (LSTMCell() if rnn.mode == 'LSTM' else GRUCell())

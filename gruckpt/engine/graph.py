@@ -73,6 +73,7 @@ class Checked:
         at = next(i for i, (a, b) in enumerate(zip([*proof.seen, None], [*self.seen, None])) if a != b)
         raise RuntimeError(_REFUSED.format(f'operation {at} of a chunk', 'differs from the first time'))
 
+# %% ../../nbs/engine/11_graph.ipynb #a08b9bce
 class Captured:
     "A function over static tensors as a CUDA graph; not yet measured"
     def __init__(self,
@@ -199,6 +200,7 @@ def take_buffers(
     if fitting and fitting[-1].steps >= steps: return fitting[-1]
     return Buffers(shape, steps)
 
+# %% ../../nbs/engine/11_graph.ipynb #43918c0f
 def give_back(
     buffers:Buffers,    # from `take_buffers`
 ) -> None:

@@ -59,6 +59,7 @@ def _counters(mask:'DropoutMask', step:int, row:int, lanes:torch.Tensor):
         lane.copy_(torch.arange(a, a + k, out=room.view(-1)[:k]).view(shape))
     layers.fill_(mask.layer)
 
+# %% ../../nbs/engine/03_layer.ipynb #e550c5ce
 def _kept(mask:'DropoutMask', lanes:torch.Tensor) -> torch.Tensor:
     "Which numbers the counters keep: steps x rows x 8 columns a group, bool, in the memory of `lanes`"
     *_, S, R, n = lanes.shape
@@ -94,6 +95,7 @@ def _draw(mask:'DropoutMask', t:int, out:torch.Tensor) -> torch.Tensor:
         else: part.copy_(kept).mul_(scale)
     return out
 
+# %% ../../nbs/engine/03_layer.ipynb #f0c1d136
 def mask_scratch(
     steps,              # S; a number or an array
     rows:int,           # of a step
@@ -461,6 +463,7 @@ def _stack_forward(
         del states, gates
     return x, after, record
 
+# %% ../../nbs/engine/03_layer.ipynb #df3f8c86
 def _stack_backward(
     jobs:list,       # of one segment
     record:list,     # from `_stack_forward`; emptied

@@ -115,6 +115,7 @@ def _gru_factors(G, H, F, ZS, RS, HAT, INV, D, eps, SLOTS: tl.constexpr, NORM: t
         tl.store(HAT + at, raw*inv, m)
         tl.store(INV + b, inv)
 
+# %% ../../nbs/engine/12_triton.ipynb #00ff9226
 def _run_gru_factors(gates, h, factors, zs, rs, hat, inv):
     D = h.shape[-1]
     _launch(_gru_factors, h.numel() // D, gates, D, hat is not None, gates, h, factors, zs,
@@ -264,6 +265,7 @@ def _gru_rebuild(cell, gates, prev, new, w, spare):
         gates[:, 2*D:].addmm_(as_rows(spare), w.w_h[2*D:].t())
     OPS['gru_out'](gates, h, None, None)
 
+# %% ../../nbs/engine/12_triton.ipynb #30bd5515
 def _gru_factors_of(cell, gates, prev, new, factors, spare, w) -> tuple:
     "As `GRUCell.factors`"
     before, normed = cell.reset == 'before', cell.norm is not None
@@ -307,6 +309,7 @@ def _lstm_rebuild(cell, gates, prev, new, w, spare):
     as_rows(gates).addmm_(as_rows(prev[0]), w.w_h.t())
     OPS['lstm_out'](gates, prev[1], None, None)
 
+# %% ../../nbs/engine/12_triton.ipynb #041912f3
 def _lstm_factors_of(cell, gates, prev, new, factors, spare, w) -> tuple:
     "As `LSTMCell.factors`"
     OPS['lstm_factors'](gates, prev[1], new[1], factors, *spare[:3])
@@ -346,6 +349,7 @@ class TritonDesk(Desk):
         _need(self.like.device)
         return super().__enter__()
 
+# %% ../../nbs/engine/12_triton.ipynb #949e23e8
 class TritonGraphDesk(TritonDesk, GraphDesk):
     "The same with static buffers"
 
@@ -383,6 +387,7 @@ def _parts(x:float, dtype) -> list:
         x -= found[-1]
     return found
 
+# %% ../../nbs/engine/12_triton.ipynb #482738e6
 def _run_mask(out, seed, start, layer, cut, scale):
     I, n = out.shape[-1], -(-out.shape[-1] // 8)
     rows = out.numel() // I if I else 0

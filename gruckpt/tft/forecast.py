@@ -12,6 +12,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,6 +207,13 @@ def naive(
     return point(windows)[..., None] + band
 
 # %% ../../nbs/tft/07_forecast.ipynb #8a58f67d
+def _rounding(model:TFT, quant:dict) -> Callable:
+    "Round the model, and what a trainer then calls after a step; that room stands above this one"
+    room = import_module('gruckpt.quant.prepare')
+    room.prepare_qat(model, **quant)
+    return room.after_step
+
+
 def trainer_of(
     setup:Setup,                 # of the inputs
     series:Series,               # all parts
@@ -216,6 +224,7 @@ def trainer_of(
     tier:Tier=Tier.off,          # what is recomputed, in training and validation
     device:str='cpu',            # where the model lives
     train:Windows|None=None,     # of the training part, where they are at hand: the table is coded once
+    quant:dict|None=None,        # keywords of `gruckpt.quant.prepare.prepare_qat`; None: nothing is rounded
     **more,                      # of the Trainer
 ) -> Trainer:
     "A run that can begin, or go on from a checkpoint"
@@ -223,6 +232,7 @@ def trainer_of(
     if train is None or train.table.target.dtype != dtype: train = setup.windows(series, 'train', dtype=dtype)
     torch.manual_seed(seed)
     model = TFT(spec, tier).to(device=device, dtype=dtype)
+    if quant is not None: more |= {'after': _rounding(model, quant)}
     world = more.get('world')
     rank = {} if world is None else {'rank': world.rank, 'world_size': world.size}
     stream = WindowStream(train, batch_size, seed, **rank)
@@ -232,6 +242,7 @@ def trainer_of(
         judged = train.of('valid') if dtype == torch.float32 else setup.windows(series, 'valid')
         judge = judge_of(judged, spec.quantiles, batch_size)
     about = {'setup': setup.to_dict(), 'tft': spec.to_dict(), 'run': {'batch': batch_size, 'seed': seed}}
+    if quant is not None: about['quant'] = quant
     return Trainer(model, stream, config, tier, judge, about, **more)
 
 # %% ../../nbs/tft/07_forecast.ipynb #56159236
@@ -280,6 +291,7 @@ def run_of(
     weights = state['model']
     kind = next(v.dtype for v in weights.values() if v.is_floating_point())
     model = TFT(TFTSpec.from_dict(state['about']['tft'])).to(device=device, dtype=kind)
+    if 'quant' in state['about']: _rounding(model, state['about']['quant'])
     model.load_state_dict(weights)
     return Run(model.eval(), Setup.from_dict(state['about']['setup']), state['step'])
 

@@ -146,7 +146,7 @@ def _columns(
     spec:TFTSpec,
 ) -> tuple:          # reals by kind, categories by kind, mask of past steps or None
     "The columns of a batch, checked, with past steps that do not exist set to zero"
-    Lb, H, B = spec.lookback, spec.horizon, len(batch.target_past)
+    Lb, H, B = spec.lookback, spec.horizon, batch.target_past.shape[0]     # len is no symbol in an export
     want = dict(static_reals=(B, spec.static), static_cats=(B, len(spec.static_cats)),
                 past_reals=(B, Lb, spec.observed), past_cats=(B, Lb, len(spec.observed_cats)),
                 known_reals=(B, Lb + H, spec.known), known_cats=(B, Lb + H, len(spec.known_cats)),
@@ -344,7 +344,7 @@ def _select(model:nn.Module, name:str, place:str, inputs:tuple, c, tier:Tier, dr
 # %% ../../nbs/tft/05_model.ipynb #1419778d
 def _statics(model:nn.Module, reals:dict, cats:dict, tier:Tier, drops) -> tuple:
     "(four contexts, or None and zeros; weights)"
-    B, H = len(reals['target']), model.spec.hidden
+    B, H = reals['target'].shape[0], model.spec.hidden
     if not model.spec.n_static: return (None, None, *reals['target'].new_zeros(2, B, H)), None
     inputs = model.inputs(dict(static=reals['static']), dict(static=cats['static']), model.fold)
     selected, weights = _select(model, 'static_vsn', 'static', inputs, None, tier, drops)
@@ -359,7 +359,7 @@ def _temporals(model:nn.Module, reals:dict, cats:dict, c, tier:Tier, drops) -> t
     past = of({k: reals[k][:, :Lb] for k in names}, {k: cats[k][:, :Lb] for k in names[:2]})
     past = _select(model, 'historical_vsn', 'past', past, c, tier, drops)
     if not model.spec.n_future:
-        return past, (past[0].new_zeros(len(past[0]), model.spec.horizon, model.spec.hidden), None)
+        return past, (past[0].new_zeros(past[0].shape[0], model.spec.horizon, model.spec.hidden), None)
     future = of(dict(known=reals['known'][:, Lb:]), dict(known=cats['known'][:, Lb:]))
     return past, _select(model, 'future_vsn', 'future', future, c, tier, drops)
 

@@ -122,6 +122,8 @@ _RULES = {name: rule for rule, names in {
     _like: 'elu sigmoid tanh neg _softmax _softmax_backward_data masked_fill.Scalar', _glu: 'glu',
     _sum: 'sum.dim_IntList', _mm: 'mm', _bmm: 'bmm',
     _norm: 'native_layer_norm'}.items() for name in names.split()}
+def _fake_quant(x, *_): return [(x.shape, x.dtype), (x.shape, torch.bool)] if _plain(x) else None
+_RULES |= {f'fake_quantize_per_{o}_affine_cachemask': _fake_quant for o in ('tensor', 'channel')}
 _RULES |= {'addmm': lambda bias, a, b: _mm(a, b), 'baddbmm': lambda bias, a, b: _bmm(a, b),
            'glu_backward': lambda grad, x, dim: _like(x),
            'native_layer_norm_backward': _norm_back}
@@ -153,6 +155,10 @@ def _tensors(args:tuple, kwargs:dict) -> list:
     return found
 
 # %% ../../nbs/tft/06_tiers.ipynb #295915ad
+_LIKE_FIRST = (_aten.fake_quantize_per_tensor_affine_cachemask.default,        # torch has no meta kernels
+               _aten.fake_quantize_per_channel_affine_cachemask.default)
+def _like_first(x, *_, **__): return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
 def _of_torch(func, args:tuple, kwargs:dict) -> list:
     "(form, bytes, number of the argument or, below 0, of the result whose storage it shares) of each result"
     made = []
@@ -163,6 +169,7 @@ def _of_torch(func, args:tuple, kwargs:dict) -> list:
         return made[-1]
     def twin(a): return [*map(one, a)] if type(a) in (list, tuple) else one(a)
     args, kwargs = [*map(twin, args)], {k: twin(a) for k, a in kwargs.items()}
+    if func in _LIKE_FIRST: func = _like_first
     if 'device' in kwargs or not made: kwargs['device'] = 'meta'
     out = func(*args, **kwargs)
     at, found = {t.untyped_storage()._cdata: i for i, t in enumerate(made)}, []
@@ -273,8 +280,10 @@ class _OneStep(LSTMCell):
 
 class _Dry:
     "A model without numbers, and what is known of operations on it"
-    def __init__(self, spec:TFTSpec, dtype:torch.dtype):
+    def __init__(self, spec:TFTSpec, dtype:torch.dtype, prepare:Callable|None=None):
         self.spec, self.dtype, self.known, self.model = spec, dtype, {}, TFT(spec, device='meta', dtype=dtype)
+        if prepare is not None: prepare(self.model)
+        self.buffers = nbytes([*self.model.buffers()])
         for m in self.model.modules():
             m._parameters.update({name: _hollow(p) for name, p in m._parameters.items() if p is not None})
 
@@ -292,9 +301,11 @@ class _Dry:
         "Train what is in none of these parts, from no gradients on"
         for name, part in self.model.named_children():
             for p in part.parameters(): p.requires_grad, p.grad = name not in parts, None
+            for m in part.modules():
+                if hasattr(m, 'forget'): m.forget()                # what a step before collected
 
 @lru_cache(8)
-def _dry(spec:TFTSpec, dtype:torch.dtype) -> _Dry: return _Dry(spec, dtype)
+def _dry(spec:TFTSpec, dtype:torch.dtype, prepare=None) -> _Dry: return _Dry(spec, dtype, prepare)
 
 # %% ../../nbs/tft/06_tiers.ipynb #2929cb2b
 _MODULES = dict(zip(LAYERS, (*LAYERS[:6], 'temporal', 'temporal', 'attention')))    # the last but one: twice
@@ -451,11 +462,12 @@ class _How(NamedTuple):
     later:bool           # is it a second micro-batch, onto gradients that are there?
     frozen:tuple         # parts that are not trained
     packed:bool = False  # may pasts begin late? Then steps are packed; counted with all there
+    prepare:Callable|None = None  # of the model, before it is counted
 
 @lru_cache(1024)
 def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
     "The stretches of a step, in order"
-    dry = _dry(spec, how.dtype)
+    dry = _dry(spec, how.dtype, how.prepare)
     dry.freeze(how.frozen)
     dry.walk(one_step=tier.seg_len is None and not how.packed)
     joined, windows = 0., dry.batch(batch)
@@ -603,6 +615,7 @@ class _Counted:
     "A spec as `estimate` asks for it"
     spec:TFTSpec
     packed:bool = False
+    prepare:Callable|None = None
 
     @property
     def parts(self) -> dict: return _parts(self.spec)
@@ -613,11 +626,12 @@ class _Counted:
         if teacher_forcing != 1:
             raise ValueError('a TFT draws no inputs of its own; leave teacher_forcing out')
         spec, dtype = self.spec, {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[item_w]
-        how = _How(dtype, item < item_w, accumulate > 1, tuple(frozen), self.packed)
+        how = _How(dtype, item < item_w, accumulate > 1, tuple(frozen), self.packed, self.prepare)
         forward, kept, backward = _found(spec, batch, plan, how)
         grads = item_w * sum(n for part, sizes in self.parts.items() if part not in frozen for n in sizes)
         window = _window_bytes(spec, dtype) + self.packed * spec.lookback
         given = {'batch': window * batch * accumulate}
+        if self.prepare is not None: given['buffers'] = _dry(spec, dtype, self.prepare).buffers
         now = np.maximum(backward - grads, 0)
         return {'forward: all layers': given | {'kept': kept, 'scratch': forward - kept},
                 'backward: all layers': given | {'gradients': backward - now, 'kept and scratch': now},
@@ -629,14 +643,15 @@ def _found(spec:TFTSpec, batch:int, plan:_Plan, how:_How) -> tuple:
     rows = _rows(spec, batch, plan.tier, how)
     return tuple(map(int, _peaks([_without(row, _CHUNKED) for row in rows] if plan.least else rows)))
 
-def _ask(spec:TFTSpec, batch:int, plan:_Plan, *, packed:bool=False, **how) -> Ledger:
-    return estimate(_Counted(spec, packed), batch, plan, **how)
+def _ask(spec:TFTSpec, batch:int, plan:_Plan, *, packed:bool=False, prepare=None, **how) -> Ledger:
+    return estimate(_Counted(spec, packed, prepare), batch, plan, **how)
 
 def tier_ledger(
     spec:TFTSpec,      # form of the model
     batch:int,         # windows, B
     tier:Tier,         # what is recomputed
-    **how,             # `packed=True` where pasts may begin late, and as for `gruckpt.plan.budget.estimate`
+    **how,             # `packed=True` where pasts may begin late; `prepare`, a function that changes a
+                       # model before it is counted; and as for `gruckpt.plan.budget.estimate`
 ) -> Ledger:
     "What a training step will hold; packed, where every past is whole: late ones may take a few bytes more"
     return _ask(spec, batch, _Plan(tier), **how)

@@ -374,7 +374,7 @@ def _plainly(inputs, s, w:VarWeights, drop:DropoutMask|None) -> torch.Tensor:
     dropped = torch.baddbmm(w.second_bias[:, None], F.elu(pre), w.second.mT)
     if drop is not None: dropped = dropped * _masks(drop, 0, dropped)
     z = F.glu(torch.baddbmm(w.gate_bias[:, None], dropped, w.gate.mT), -1) + skip
-    out = F.layer_norm(z, z.shape[-1:], eps=EPS) * w.gain[:, None] + w.shift[:, None]
+    out = F.layer_norm(z, [int(z.shape[-1])], eps=EPS) * w.gain[:, None] + w.shift[:, None]
     return (out * s[..., None]).sum(0)
 
 # %% ../../nbs/tft/04_vsn.ipynb #bb620448
@@ -416,7 +416,8 @@ class _Joint(nn.Module):
 def _weigh(drop, pre, skip, w_1, b_1, w_gate, b_gate, gain, shift):
     "The joint network from its ELU on, and the softmax"
     gating = F.linear(_dropped(F.linear(F.elu(pre), w_1, b_1), drop), w_gate, b_gate)
-    return F.layer_norm(F.glu(gating, -1) + skip, skip.shape[-1:], gain, shift, EPS).softmax(-1)
+    width = [int(skip.shape[-1])]                # a plain number, in a trace too
+    return F.layer_norm(F.glu(gating, -1) + skip, width, gain, shift, EPS).softmax(-1)
 
 def _uniform(p:torch.Tensor, n_in:int):
     "As nn.Linear begins"

@@ -46,13 +46,14 @@ class Trainer:
         world:World|None=None,         # the processes of the run, joined; None: this one
         seconds_of:Callable|None=None, # plan → seconds a step should take, for the records
         remembered:dict|None=None,     # plain values that a checkpoint keeps, and that may change on resume
+        after:Callable|None=None,      # (model, what became of the gradient), called after each step
     ):
         self.model, self.stream, self.config, self.plan, self.judge = model, stream, config, plan, judge
         self.about, self.peak_predicted, self.replan, self.knobs = about or {}, peak_predicted, replan, knobs
         self.world, self.step, self.n_skipped, self.n_in_row = world or World(), 0, 0, 0
         self.carried, self.history, self.stopping, self.gpu = None, [], False, (-math.inf, None)
         self.loss_scale = LossScale() if PRECISIONS[config.precision].scaled else None
-        self.seconds_of, self.remembered, self.most = seconds_of, remembered or {}, 0
+        self.seconds_of, self.remembered, self.most, self.after = seconds_of, remembered or {}, 0, after
         self.seconds_predicted = None if seconds_of is None else seconds_of(plan)
         _prepare(self)
 
@@ -227,6 +228,7 @@ def _one_step(
     o.n_in_row = o.n_in_row + 1 if done.skipped else 0
     if o.loss_scale is not None: o.loss_scale = o.loss_scale.after(done)
     if not done.skipped: o.carried = state
+    if o.after is not None: o.after(o.model, done)
     if meter is not None and o.device.type == 'cpu': _check_peak(o, meter)
     return done, None if meter is None else meter.peak
 
