@@ -183,7 +183,9 @@ class _Allocator:
         torch.cuda.init()
         self.device = device
 
-    def _stat(self, name:str) -> int: return torch.cuda.memory_stats(self.device)[f'requested_bytes.all.{name}']
+    def _stat(self, name:str) -> int:
+        return torch.cuda.memory_stats(self.device)[f'requested_bytes.all.{name}']
+
     @property
     def live(self) -> int: return self._stat('current')
     @property
