@@ -1,4 +1,10 @@
 """What decides the speed on a GPU and can be counted without one: launches, waits, masks, constants."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,13 +15,15 @@ from gruckpt.engine import layer
 from gruckpt.engine.layer import MASKS, DropoutMask, mask_launches, philox
 from gruckpt.engine.recurrent import GRU
 from gruckpt.measure.meter import Launches
+from gruckpt.plan.budget import estimate
 from gruckpt.plan.segment import Plan, constants_of
 from gruckpt.tft.model import TFT, TFTSpec, Tier
-from gruckpt.tft.tiers import empty_batch
+from gruckpt.tft.tiers import empty_batch, tier_ledger
 from gruckpt.tft.vsn import default_group_len
 from gruckpt.training.optimizer_step import OPTIMIZERS, update
 from gruckpt.training.trainer import no_room
 
+ROOT = Path(__file__).parent.parent
 SEEDS = '_dropout_seed', '_drawn_seed', '_drops'      # one number of the processor's own generator
 
 
@@ -162,3 +170,31 @@ def test_libraries_that_find_no_room_say_so_in_words():
     assert no_room(RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED'))
     assert no_room(RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`'))
     assert not no_room(RuntimeError('CUDA error: an illegal memory access was encountered'))
+
+
+def test_the_check_of_a_gpu_runs_on_a_processor(tmp_path):
+    run = subprocess.run(['tools/gpu_check.sh', '--device', 'cpu', '--tiny', '--out', tmp_path], text=True,
+                         cwd=ROOT, env=os.environ | {'PYTHON': sys.executable}, capture_output=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    parts = json.loads((tmp_path/'gpu_check.json').read_text())
+    assert list(parts) == ['facts', 'gradients', 'masks', 'waits', 'bytes', 'speed', 'v3a', 'tft', 'full']
+    assert not [r for part in parts.values() for r in part['lines'] if r['ok'] is False]
+    table = (tmp_path/'gpu_check.md').read_text()
+    assert table.count('| right |') == sum(r['ok'] is True for p in parts.values() for r in p['lines']) > 30
+
+
+@pytest.mark.parametrize('capability, mib', [((7, 5), 8.125), ((8, 9), 8.125), ((9, 0), 32), ((12, 0), 32)])
+def test_workspace_by_capability(monkeypatch, capability, mib):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda: capability)
+    assert estimate(GRUSpec(50, 8), 2, Plan(8, 2), device='cuda').beside['library workspace'] == mib * 2**20
+
+
+def test_a_tier_is_predicted_with_the_constants_and_the_autocast_of_its_device():
+    spec = TFTSpec(static=2, observed=40, known=3, hidden=16, lookback=20, horizon=4)
+    def peak(precision, device):
+        return tier_ledger(spec, 64, Tier.vsn, precision=precision, device=device).peak
+    narrow, wide = (peak('bfloat16', device) for device in ('cpu', 'cuda'))
+    assert wide > narrow                                         # norms and softmaxes stay in float32
+    here, there = peak('float32', 'cpu'), peak('float32', 'cuda')
+    assert there > 1.3 * here                                    # one group of all variables, not of 25

@@ -51,51 +51,50 @@ def _block(S:int, R:int, n:int, device:str) -> tuple:
     rows = min(R, max(1, _TILE // n))
     return (1 + 0*S if rows < R else np.minimum(S, max(1, _TILE // (rows * n)))), rows
 
-def _counters(mask:'DropoutMask', step:int, row:int, lanes:torch.Tensor):
+def _counters(mask:'DropoutMask', step:int, row:int, lanes, lib=torch):
     "Write the counters of steps and rows from these on into lanes 3 x 2 x steps x rows x groups"
     *_, S, R, n = lanes.shape
     (groups, steps), (rows, layers), room = lanes
     for lane, shape, a, k in (groups, (n,), 0, n), (rows, (R, 1), row, R), (steps, (S, 1, 1), step, S):
-        lane.copy_(torch.arange(a, a + k, out=room.view(-1)[:k]).view(shape))
-    layers.fill_(mask.layer)
+        if lib is np: lane[...] = np.arange(a, a + k).reshape(shape)
+        else: lane.copy_(torch.arange(a, a + k, out=room.view(-1)[:k]).view(shape))
+    layers[...] = mask.layer
 
-# %% ../../nbs/engine/03_layer.ipynb #e550c5ce
-def _kept(mask:'DropoutMask', lanes:torch.Tensor) -> torch.Tensor:
+def _kept(mask:'DropoutMask', lanes, lib=torch):
     "Which numbers the counters keep: steps x rows x 8 columns a group, bool, in the memory of `lanes`"
     *_, S, R, n = lanes.shape
-    words, kept = lanes[:2], lanes[2].view(-1).view(torch.bool)[:8 * S*R*n]
-    numbers, places = words.view(torch.int32).permute(2, 3, 1, 0, 4), kept.view(S, R, 2, 2, 2*n)
-    lib = torch
-    if _at_hand(lanes):                                     # takes half the time that torch takes
-        lib, lanes, words, numbers, places = np, *(o.numpy() for o in (lanes, words, numbers, places))
+    words, order = lanes[:2], (2, 3, 1, 0, 4)
+    kept = lanes[2].reshape(-1).view(torch.bool if lib is torch else np.bool_)[:8 * S*R*n]
+    numbers = words.view(lib.int32)
+    numbers = numbers.permute(order) if lib is torch else numbers.transpose(order)
     philox(lanes, mask.seed, lib)
     lib.multiply(words, _MIX, out=words)
-    lib.greater_equal(numbers, mask.cut, out=places)
-    return kept.view(S, R, 8*n)
-
-def _at_hand(t:torch.Tensor) -> bool: return type(t) is torch.Tensor and t.device.type == 'cpu'
+    lib.greater_equal(numbers, mask.cut, out=kept.reshape(S, R, 2, 2, 2*n))
+    return kept.reshape(S, R, 8*n)
 
 # %% ../../nbs/engine/03_layer.ipynb #3f10c5a5
 MASKS = {}    # type of a device → `(mask, t, out)` that writes what `DropoutMask.scale` does, in one kernel
 
+def _at_hand(t:torch.Tensor) -> bool: return type(t) is torch.Tensor and t.device.type == 'cpu'
+
 def _draw(mask:'DropoutMask', t:int, out:torch.Tensor) -> torch.Tensor:
-    "`DropoutMask.scale` by Philox in whole-number operations"
+    "`DropoutMask.scale` by Philox in whole-number operations: numpy's on a processor, half the time of torch's"
     I, scale = out.shape[-1], 1 / (1 - mask.p)
     out_SRI, n = out.view(len(out), -1, I), -(-I // 8)
     s, r = map(int, _block(*out_SRI.shape[:2], n, out.device.type))
-    buffer = torch.empty(48 * s*r*n, dtype=torch.uint8, device=out.device)
+    room, lib = torch.empty(48 * s*r*n, dtype=torch.uint8, device=out.device), torch
+    if _at_hand(out): room, lib = room.numpy(), np
     for a, b in product(range(0, out_SRI.shape[0], s), range(0, out_SRI.shape[1], r)):
         part = out_SRI[a:a + s, b:b + r]
         S, R = part.shape[:2]
-        lanes = buffer[:48 * S*R*n].view(torch.int64).view(3, 2, S, R, n)
-        _counters(mask, mask.start + t + a, b, lanes)
-        kept = _kept(mask, lanes)[..., :I]
-        if part.dtype is torch.float32 and _at_hand(part):
-            np.multiply(kept.numpy(), np.float32(scale), out=part.numpy(), dtype=np.float32)
-        else: part.copy_(kept).mul_(scale)
+        lanes = room[:48 * S*R*n].view(lib.int64).reshape(3, 2, S, R, n)
+        _counters(mask, mask.start + t + a, b, lanes, lib)
+        kept = _kept(mask, lanes, lib)[..., :I]
+        if lib is np and part.dtype is torch.float32:
+            np.multiply(kept, np.float32(scale), out=part.numpy(), dtype=np.float32)
+        else: part.copy_(torch.as_tensor(kept)).mul_(scale)
     return out
 
-# %% ../../nbs/engine/03_layer.ipynb #f0c1d136
 def mask_scratch(
     steps,              # S; a number or an array
     rows:int,           # of a step
