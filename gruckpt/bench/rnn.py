@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..training.checkpoint_files import write_whole
 from ..charlm.model import GRULM, GRUSpec
-from ..measure.meter import Meter, Timing, human, timed
+from ..measure.meter import Launches, Meter, Timing, human, timed
 from ..engine.cells import CELLS, make_cell
 from ..engine.recurrent import GRU, Recurrent
 from ..charlm.sampling import Sampling, check_probability
@@ -291,6 +291,11 @@ def _peak(run:Callable, device:str) -> int:
     with Meter(device=device) as meter: run()
     return meter.peak - meter.start
 
+def _launches(run:Callable) -> int:
+    "Operations of a call that are kernels on a GPU"
+    with Launches() as count: run()
+    return count.n
+
 @contextmanager
 def using_threads(
     n:int|None,    # threads of torch; None leaves them
@@ -316,6 +321,8 @@ class BenchRow:
         Floating-point operations of its matmuls, rebuilding and recomputation included.
     peak : int or None
         Most bytes alive at a time, beyond inputs and weights.
+    launches : int or None
+        Operations that a GPU runs as kernels of their own; see `Launches`.
     n_extra : int or None
         Steps that ran forward a second time.
     note : str or None
@@ -325,6 +332,7 @@ class BenchRow:
     timing:Timing|None = None
     flops:int|None = None
     peak:int|None = None
+    launches:int|None = None
     n_extra:int|None = None
     note:str|None = None
 
@@ -378,14 +386,15 @@ def _frame(table:BenchTable) -> pd.DataFrame:
         return dict(row=row.name, ms=over(median, 1e-3), **rate, ratio=over(median, base.timing.median),
                     best_ratio=over(best, base.timing.best),
                     matmul_share=over(over(row.flops, median), table.matmul_rate), peak_bytes=row.peak,
-                    peak_ratio=over(row.peak, base.peak), extra_steps=row.n_extra, note=row.note)
+                    peak_ratio=over(row.peak, base.peak), launches=row.launches,
+                    extra_steps=row.n_extra, note=row.note)
     rows = pd.DataFrame([numbers(row) for row in table.rows])
-    return rows.astype({'peak_bytes': 'Int64', 'extra_steps': 'Int64'})
+    return rows.astype({'peak_bytes': 'Int64', 'launches': 'Int64', 'extra_steps': 'Int64'})
 
 def _heads(table:BenchTable) -> list:
     "What stands above the columns; names to the left, the rest to the right"
     over, rate = f'/ {table.rows[0].name}', [f'{table.unit}/s'] if table.unit else []
-    return ['row', 'ms', *rate, over, 'best / best', 'of matmul', 'peak', over, 'extra steps']
+    return ['row', 'ms', *rate, over, 'best / best', 'of matmul', 'peak', over, 'launches', 'extra steps']
 
 def _cells(table:BenchTable) -> list:
     "The table as text: heads, then rows"
@@ -395,7 +404,8 @@ def _cells(table:BenchTable) -> list:
         peak = ['unknown', ''] if pd.isna(r.peak_bytes) else [human(int(r.peak_bytes)), f'{r.peak_ratio:.3f}']
         rate = [f'{getattr(r, f"{table.unit}_per_s"):,.0f}'] if table.unit else []
         times = [f'{r.ratio:.2f}', f'{r.best_ratio:.2f}', f'{r.matmul_share:.0%}']
-        return [r.row, f'{r.ms:.1f}', *rate, *times, *peak, str(r.extra_steps)]
+        launches = '' if pd.isna(r.launches) else f'{r.launches:,}'
+        return [r.row, f'{r.ms:.1f}', *rate, *times, *peak, launches, str(r.extra_steps)]
     return [heads, *map(shown, table.frame().itertuples())]
 
 # %% ../../nbs/bench/00_rnn.ipynb #b6e64d2b
@@ -436,9 +446,10 @@ def _measured(
     with using_threads(threads):
         timings = timed({'matmul': matmul} | {c.name: c.run for c in cases if c.run}, repeats)
         peaks = {c.name: _peak(c.run, size.device) for c in cases if isinstance(c.run, partial)}
+        launches = {c.name: _launches(c.run) for c in cases if isinstance(c.run, partial)}
         n_threads = torch.get_num_threads()
-    rows = [BenchRow(c.name, timings.get(c.name), work.get(c.name), peaks.get(c.name), c.n_extra, c.note)
-            for c in cases]
+    rows = [BenchRow(c.name, timings.get(c.name), work.get(c.name), peaks.get(c.name), launches.get(c.name),
+                     c.n_extra, c.note) for c in cases]
     return BenchTable(size, n_threads, matmul_flops / timings['matmul'].best, tuple(rows), *unit)
 
 # %% ../../nbs/bench/00_rnn.ipynb #bb766760

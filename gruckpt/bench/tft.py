@@ -29,7 +29,7 @@ from ..tft.model import TFT, TFTSpec, Tier, quantile_loss
 # %% ../../nbs/bench/01_tft.ipynb #030f1ecd
 def _noise(spec:TFTSpec, batch:int) -> WindowBatch:
     "A batch, the same every time"
-    g, Lb, H = torch.Generator().manual_seed(0), spec.lookback, spec.horizon
+    g, Lb, H = torch.Generator('cpu').manual_seed(0), spec.lookback, spec.horizon
     def reals(*shape): return torch.randn(batch, *shape, generator=g)
     none, every = torch.zeros(batch, 0, dtype=torch.int64), torch.ones(batch, H, dtype=torch.bool)
     return WindowBatch(reals(spec.static), none, reals(Lb, spec.observed), none[:, None].expand(-1, Lb, 0),

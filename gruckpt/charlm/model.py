@@ -23,7 +23,7 @@ from ..engine.layer import DropoutMask, LayerRun, cast_weights
 from ..engine.recurrent import layers_of, layer_weights, parameter_name
 from .sampling import Sampling, Tape, check_probability, draw_tape
 from ..engine.scan import scan_segments, uncompiled
-from ..plan.segment import Plan, Work, keep_each
+from ..plan.segment import Plan, Work, default_chunk_len, keep_each
 from .text import narrowest_int
 
 # %% ../../nbs/charlm/03_model.ipynb #b74151f7
@@ -235,7 +235,7 @@ def _drops(model:_Layers) -> bool: return model.training and model.spec.dropout 
 
 def _drawn_seed() -> int:
     "One draw from torch's default generator"
-    drawn = torch.randint(2**62, ())
+    drawn = torch.randint(2**62, (), device='cpu')
     return 0 if is_fake(drawn) else int(drawn)
 
 # %% ../../nbs/charlm/03_model.ipynb #a0cb5d5f
@@ -258,9 +258,26 @@ def _cells(
     return [cast_weights(w, dtype) for w in weights], last
 
 # %% ../../nbs/charlm/03_model.ipynb #bf515868
+def _masks_ahead(
+    model:_Layers,
+    shape_TB:tuple,        # steps and rows of the window
+    seed:int|None,         # of the masks; None has none
+    dtype:torch.dtype,     # of the arithmetic
+) -> Callable:             # `mask(layer, step)`, 1 x B x D, for one step after the other from 0 on; or None
+    "The masks of single steps, drawn a chunk of steps at a time: a draw takes as long for one"
+    (T, B), rnn, w = shape_TB, model.rnn, model.rnn.weight_hh_l0
+    if seed is None: return lambda k, t: None
+    n = min(T, default_chunk_len(B, w.device.type))
+    ahead = w.new_empty(rnn.num_layers - 1, n, B, rnn.hidden_size, dtype=dtype)
+    def mask(k:int, t:int):
+        if not k: return None
+        if not t % n: DropoutMask(rnn.dropout, seed, k, t).scale(0, ahead[k - 1])
+        return ahead[k - 1, t % n][None]
+    return mask
+
 def _stepper(
     model:_Layers,         # as it is now; later changes of its weights may or may not be seen
-    batch_size:int,        # rows, B
+    shape_TB:tuple,        # steps and rows of the window
     seed:int|None=None,    # of the dropout masks; None has none
 ) -> Callable:             # `step(ids 1 x B, (state, step)) -> (logits 1 x B x V, the same, written over)`
     "A predictor for `draw_tape` that goes one step at a time, without a graph"
@@ -268,13 +285,14 @@ def _stepper(
     weights, gain = _cells(model, dtype)
     biases = [rnn.cell.bias(w) for w in weights]
     head = [p.to(dtype) for p in (model.head.weight, model.head.bias)]
-    gates_1BG = head[0].new_empty(1, batch_size, rnn.cell.n_slots * rnn.hidden_size)
+    gates_1BG = head[0].new_empty(1, shape_TB[1], rnn.cell.n_slots * rnn.hidden_size)
+    mask_of = _masks_ahead(model, shape_TB, seed, dtype)
     @torch.autocast(gates_1BG.device.type, enabled=False)
     def step(ids_1B, carried):
         (h_LBD, t), x_1BD = carried, model.embed(ids_1B.long())
         for k, (w, bias) in enumerate(zip(weights, biases)):
-            drop = None if seed is None or not k else DropoutMask(rnn.dropout, seed, k, t)
-            x_BD = LayerRun(rnn.cell, 'hidden', 1, False, drop, dtype).x(x_1BD, 0, 1, w.x_gain)
+            run = LayerRun(rnn.cell, 'hidden', 1, False, None, dtype)
+            x_BD = run.x(x_1BD, 0, 1, w.x_gain, mask_of(k, t))
             rnn.cell.project(x_BD, w, bias, gates_1BG)
             x_1BD = h_LBD[k:k + 1]
             rnn.cell.advance(gates_1BG, [x_1BD], [x_1BD], w, (0,))
@@ -295,7 +313,7 @@ def _tape(
     if sampling.two_pass:
         def predict(ids_SB, carried): return _stretch(model, ids_SB, carried, None, masks)
     else:
-        predict = _stepper(model, ids_TB.shape[1], masks)
+        predict = _stepper(model, ids_TB.shape, masks)
         h_LBD = h_LBD.to(_arithmetic(model), copy=True)
     carried, V = (h_LBD.detach(), 0), model.spec.vocab_size
     tape = draw_tape(predict, ids_TB, carried, p, seed, V, sampling, guess_B)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..engine.cells import Cell, make_cell
 from ..engine.head import HeadBytes, rows_at_once
+from ..engine.layer import mask_launches, mask_scratch
 from ..engine.layer_bytes import LayerBytes, norm_back_scratch, norm_scratch
 from .sampling import STRETCH, Sampling
 from ..plan.segment import Plan, Stretch, Work, default_chunk_len, keep_each
@@ -312,6 +313,8 @@ def _chosen(o:_Counted, n_rows:int, drawn:Sampling) -> int:
     if not drawn.temperature: return 8*n_rows
     return (o.item != 8)*8*n_rows*V + max(16*n_rows*V, 8*n_rows*V + 8*n_rows + n_rows*V)
 
+def _ahead(o:_Counted) -> int: return min(o.plan.n_steps, default_chunk_len(o.batch, o.device))
+
 def _one_step(o:_Counted, k:int) -> tuple:
     "A step of layer `k`, the input of the layer below at hand: (scratch, what is left of its own input)"
     at, B = o.layer(k), o.batch
@@ -319,7 +322,7 @@ def _one_step(o:_Counted, k:int) -> tuple:
     if not k: return max(o.embedded(1) + max(8*B, o.mixed*at.row), at.row + step), at.row
     below, own = _one_step(o, k - 1)[1], at.copied*at.row
     normed = at.x_normed*max(norm_scratch(at, 1), at.row + B*o.item)
-    dropped = at.dropped*(2 + at.x_normed)*at.row
+    dropped = at.dropped*max((1 + at.x_normed)*at.row, mask_scratch(_ahead(o), B, at.n_in, o.device))
     return max(below + max(normed, dropped, own), own + step), own
 
 def _step_by_step(o:_Counted, drawn:Sampling) -> int:
@@ -327,7 +330,7 @@ def _step_by_step(o:_Counted, drawn:Sampling) -> int:
     L, (B, D, T) = o.spec.n_layers, (o.batch, o.spec.hidden, o.plan.n_steps)
     top = o.layer(L - 1)
     held = (_copies(o) + o.head.casts() + L*top.scratch(1).bias + B*top.cell.n_slots*D*o.item + o.final
-            + T*B*narrowest_int(o.spec.vocab_size).itemsize)
+            + T*B*narrowest_int(o.spec.vocab_size).itemsize + top.dropped*(L - 1)*_ahead(o)*top.row)
     logits, guess = B*o.spec.vocab_size*o.item, (T > 1)*8*B
     left = _one_step(o, L - 1)[1]
     normed = bool(o.gain)*max(norm_scratch(top, 1), top.row + B*o.item)
@@ -470,9 +473,10 @@ def _op_work(o:LayerBytes, op:str, n:int, m:int) -> Work:
                 moved=n*count.rows*o.row + m*sums, launches=n*count.step + m*count.chunk)
 
 def _input_work(o:LayerBytes, n:int, m:int) -> Work:
-    "A chunk's input where it is cast, normed or dropped; a mask takes a kernel a step"
-    launches, rows = o.copied + 7*o.x_normed + 2*o.dropped, 2*o.copied + 9*o.x_normed + 6*o.dropped
-    return Work(moved=n*rows*o.row, launches=m*launches + n*o.dropped)
+    "A chunk's input where it is cast, normed or dropped; a mask is drawn once, in one kernel or many"
+    launches = o.copied + 7*o.x_normed + mask_launches(o.device)*o.dropped
+    rows = 2*o.copied + 9*o.x_normed + 6*o.dropped
+    return Work(moved=n*rows*o.row, launches=m*launches)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #c0f9ff97
 def _there(o:LayerBytes, n:int, m:int) -> Work:

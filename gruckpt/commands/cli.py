@@ -105,7 +105,7 @@ def _certificate(
     spec, plan = GRUSpec.from_dict(_of_characters(found)['spec']), Plan(**found.state['plan'])
     model = GRULM(spec).double()
     model.load_state_dict(found.state['model'])
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator('cpu').manual_seed(seed)
     ids = torch.randint(spec.vocab_size, (batch_size, plan.n_steps + 1), generator=draw)
     return certify(model, Batch(ids[:, :-1], ids[:, 1:], fresh=True), lambda m, b: m.loss(b, plan=plan)[0])
 

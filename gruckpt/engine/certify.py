@@ -457,7 +457,7 @@ def _nudged(
 ) -> Callable:  # takes the same
     "The loss after each weight moved by at most one unit in its last place"
     def run(model, batch):
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator('cpu').manual_seed(seed)
         with torch.no_grad():
             for p in model.parameters():
                 if not (p.is_floating_point() or p.is_complex()): continue

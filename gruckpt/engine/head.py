@@ -16,6 +16,7 @@ from .cells import CellWeights, add_product, add_row_sums
 from .layer import (cast_weight, gradient_sums, own_gradients, refuse_second_backward,
                                   weight_slots)
 from .scan import NO_FORWARD_MODE, grad_sink, is_plain, refuse_transforms
+from ..plan.segment import constants_for
 
 # %% ../../nbs/engine/07_head.ipynb #503f549d
 def _wide(t:torch.Tensor) -> torch.dtype: return torch.promote_types(t.dtype, torch.float32)
@@ -55,7 +56,7 @@ def rows_at_once(
     device:str='cpu',    # its type; one that is not in `LOGITS` is taken for a processor
 ) -> int:
     "Rows of a chunk"
-    return max(128, LOGITS.get(device, LOGITS['cpu']) // V)
+    return max(128, LOGITS.get(constants_for(device), LOGITS['cpu']) // V)
 
 def _chunks(N:int, V:int, device:str) -> list:
     n = rows_at_once(V, device)

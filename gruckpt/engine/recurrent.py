@@ -302,7 +302,7 @@ def _dropout_seed(rnn:_Recurrent, seed) -> int|None:
     "The seed of the masks: the caller's, or one draw from torch's default generator"
     if not (rnn.training and rnn.dropout and rnn.num_layers > 1): return None
     if seed is not None: return int(seed)
-    drawn = torch.randint(2**62, ())
+    drawn = torch.randint(2**62, (), device='cpu')
     return 0 if is_fake(drawn) else int(drawn)       # on fake tensors nothing is drawn
 
 # %% ../../nbs/engine/04_recurrent.ipynb #a02e72fe

@@ -277,11 +277,12 @@ def _over_past(
 ) -> tuple:                          # (output, state after the last step)
     "The encoder, each row from its first real step on"
     if past_mask is None: return rnn(x, state)
-    if (past_mask[:, :-1] & ~past_mask[:, 1:]).any():
+    at_hand = past_mask.cpu()                                    # where the lengths of packed rows must be
+    if (at_hand[:, :-1] & ~at_hand[:, 1:]).any():
         raise ValueError('past_mask must be False at the first steps of a row and True from then on; '
                          'it has a hole')
     n = past_mask.sum(1)
-    lens = n.clamp(min=1).cpu()
+    lens = at_hand.sum(1).clamp(min=1)
     packed = pack_padded_sequence(_shifted(x, n), lens, batch_first=True, enforce_sorted=False)
     out, after = rnn(packed, state)
     out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])
@@ -298,7 +299,8 @@ def quantile_loss(
     wide = torch.promote_types(predicted.dtype, torch.float32)
     under = target.to(wide)[..., None] - predicted.to(wide)                       # positive: forecast too low
     if mask is not None: under = torch.where(mask[..., None], under, 0.)      # before anything multiplies NaN
-    q = torch.tensor(quantiles, dtype=wide, device=predicted.device)
+    q = under.new_empty(len(quantiles))
+    for place, value in zip(q.unbind(), quantiles): place.fill_(value)    # a tensor of a list would wait
     total = torch.maximum(q * under, (q - 1) * under).sum()
     return total / (target.numel() if mask is None else mask.sum().clamp(min=1))
 
@@ -329,7 +331,7 @@ def _drops(model:nn.Module):
     "Function from the names of places to their dropout"
     p = model.spec.dropout if model.training else 0.
     if not p: return lambda *names: (None,) * len(names)
-    drawn = torch.randint(2**62, ())
+    drawn = torch.randint(2**62, (), device='cpu')
     seed = 0 if is_fake(drawn) else int(drawn)                      # on fake tensors nothing is drawn
     return lambda *names: tuple(DropoutMask(p, seed, _SITES.index(n), 0) for n in names)
 

@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 from ..engine.layer import DropoutMask
 from ..engine.scan import autocast_now, is_plain
+from ..plan.segment import constants_for
 
 # %% ../../nbs/tft/04_vsn.ipynb #d5afac2f
 class _Again(torch.autograd.Function):
@@ -438,14 +439,15 @@ class Select(NamedTuple):
     joint_drop:DropoutMask|None=None
 
 _STRAIGHT = Select()
-_CELLS = 2**19    # numbers in a tensor of a group, G x N x H, that stays in a processor's cache
+_CELLS = {'cpu': 2**19, 'cuda': 2**26}   # numbers in a tensor of a group, G x N x H; the first stay in cache
 
 def default_group_len(
     n_rows:int,   # rows, B x T
     width:int,    # H
+    device:str='cpu',   # its type
 ) -> int:         # variables
-    "Variables in a group: enough for two threads, few enough for the cache"
-    return max(2, _CELLS // max(n_rows * width, 1))
+    "Variables in a group: enough for two threads, few enough for the cache; on a GPU few launches"
+    return max(2, _CELLS.get(constants_for(device), _CELLS['cpu']) // max(n_rows * width, 1))
 
 # %% ../../nbs/tft/04_vsn.ipynb #772bbab8
 class VSN(nn.Module):
@@ -499,6 +501,6 @@ def _one_kind(inputs, s, w, how:Select, start:int, dtype:torch.dtype) -> torch.T
     V, N, H = s.shape[0], s.shape[1], w[-1].shape[-1]
     drop = how.drop and DropoutMask(how.drop.p, how.drop.seed, how.drop.layer, start)
     if is_plain(): return _plainly(inputs, s, VarWeights(*w), drop)
-    groups = _groups(V, how.group_len or default_group_len(N, H))
+    groups = _groups(V, how.group_len or default_group_len(N, H, s.device.type))
     keep = not how.again and torch.is_grad_enabled()
     return _Select.apply(_Job(type(inputs), groups, drop, keep, dtype), s, *inputs, *w)

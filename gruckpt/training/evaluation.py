@@ -44,7 +44,10 @@ def moved(
     device:torch.device,   # where the tensors should be
 ):
     "The batch with its tensors on `device`; the processor does not wait for a GPU to have them"
-    def move(o): return o.to(device, non_blocking=device.type == 'cuda') if isinstance(o, torch.Tensor) else o
+    def move(o):
+        if not isinstance(o, torch.Tensor) or o.device == device: return o
+        if device.type != 'cuda': return o.to(device)
+        return (o.pin_memory() if o.device.type == 'cpu' else o).to(device, non_blocking=True)
     return tree_map(move, batch)
 
 def evaluate(

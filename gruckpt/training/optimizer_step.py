@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch.utils._pytree import tree_map
@@ -21,8 +21,8 @@ def grad_norm(
     grads:list,       # gradients, one device
 ) -> torch.Tensor:    # number in float32 or better
     "L2 norm over all gradients"
-    return torch.linalg.vector_norm(torch.stack([
-        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]))
+    wide = reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, wide)))
 
 # %% ../../nbs/training/01_optimizer_step.ipynb #0104f754
 def _clip_scale(
