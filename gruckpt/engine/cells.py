@@ -185,7 +185,7 @@ class Backend(NamedTuple):
     name : what a person asks for
     advance : forward
     reverse : back
-    scratch : (layer, rows of a chunk) → bytes that `advance` and `reverse` allocate, and its own `factors` both
+    scratch : (layer, rows of a chunk) → bytes that `advance` and `reverse` allocate, and its own `factors`
         allocate and keep; None: as the cell says
     rebuild : gates from kept states
     factors : what the walk back multiplies by

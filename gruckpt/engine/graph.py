@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST_LENGTHS', 'MOST_IDLE', 'Proof', 'Checked', 'Captured', 'Shape', 'Buffers', 'take_buffers', 'give_back',
-           'release_buffers', 'idle_bytes', 'GraphDesk', 'graph_over']
+           'release_buffers', 'idle_bytes', 'GraphDesk', 'graph_over', 'Recording']
 
 # %% ../../nbs/engine/11_graph.ipynb #172fdc61
 from collections import OrderedDict
@@ -290,3 +290,20 @@ def graph_over(
 
 graph_over('graph', EAGER, 'gru after', 'gru before', 'gru after rms', 'gru before rms', 'lstm')
 graph_over('graph', SCAN, 'mingru')
+
+# %% ../../nbs/engine/11_graph.ipynb #ed6ce094
+class Recording:
+    "A function of tensors, recorded over copies of its inputs"
+    def __init__(self,
+        run,            # of copies of the inputs; what it returns is written over by the next call
+        inputs:list,    # such as it will be called with
+        held:list,      # what it reads or writes beside them, where it lies
+    ):
+        self.run, self.inputs = run, [torch.empty_like(t) for t in inputs]
+        self.static, cuda = [*self.inputs, *held], self.inputs[0].is_cuda
+        self.replay = Captured(torch.cuda.graph_pool_handle()) if cuda else Checked()
+
+    def __call__(self, *inputs):
+        "Replay, with other inputs"
+        for mine, t in zip(self.inputs, inputs, strict=True): mine.copy_(t)
+        return self.replay(lambda: self.run(*self.inputs), self.static)
