@@ -1,4 +1,10 @@
 """What decides the speed on a GPU and can be counted without one: launches, waits, masks, constants."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,6 +22,7 @@ from gruckpt.tft.vsn import default_group_len
 from gruckpt.training.optimizer_step import OPTIMIZERS, update
 from gruckpt.training.trainer import no_room
 
+ROOT = Path(__file__).parent.parent
 SEEDS = '_dropout_seed', '_drawn_seed', '_drops'      # one number of the processor's own generator
 
 
@@ -162,3 +169,14 @@ def test_libraries_that_find_no_room_say_so_in_words():
     assert no_room(RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED'))
     assert no_room(RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`'))
     assert not no_room(RuntimeError('CUDA error: an illegal memory access was encountered'))
+
+
+def test_the_check_of_a_gpu_runs_on_a_processor(tmp_path):
+    run = subprocess.run(['tools/gpu_check.sh', '--device', 'cpu', '--tiny', '--out', tmp_path], text=True,
+                         cwd=ROOT, env=os.environ | {'PYTHON': sys.executable}, capture_output=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    parts = json.loads((tmp_path/'gpu_check.json').read_text())
+    assert list(parts) == ['facts', 'gradients', 'masks', 'waits', 'bytes', 'speed', 'v3a', 'tft', 'full']
+    assert not [r for part in parts.values() for r in part['lines'] if r['ok'] is False]
+    table = (tmp_path/'gpu_check.md').read_text()
+    assert table.count('| right |') == sum(r['ok'] is True for p in parts.values() for r in p['lines']) > 30

@@ -451,8 +451,10 @@ class Card:
 
 def test_meter_on_cuda(monkeypatch):
     card = Card()
-    for name, fn in dict(init=lambda: None, is_available=lambda: True, memory_allocated=lambda d: card.live,
-                         max_memory_allocated=lambda d: card.high,
+    def stats(device):
+        return {'requested_bytes.all.current': card.live, 'requested_bytes.all.peak': card.high,
+                'allocated_bytes.all.peak': 2**30}                             # rounded up
+    for name, fn in dict(init=lambda: None, is_available=lambda: True, memory_stats=stats,
                          reset_peak_memory_stats=lambda d: setattr(card, 'high', card.live)).items():
         monkeypatch.setattr(torch.cuda, name, fn)
     card.take(100); card.take(-50)

@@ -178,15 +178,16 @@ class _Counter(_Account, TorchDispatchMode):
 
 # %% ../../nbs/measure/00_meter.ipynb #0eb84f41
 class _Allocator:
-    "What CUDA's caching allocator says of one device"
+    "What CUDA's caching allocator says of one device: bytes asked for, without what it rounds up"
     def __init__(self, device:torch.device):
         torch.cuda.init()
         self.device = device
 
+    def _stat(self, name:str) -> int: return torch.cuda.memory_stats(self.device)[f'requested_bytes.all.{name}']
     @property
-    def live(self) -> int: return torch.cuda.memory_allocated(self.device)
+    def live(self) -> int: return self._stat('current')
     @property
-    def high(self) -> int: return torch.cuda.max_memory_allocated(self.device)
+    def high(self) -> int: return self._stat('peak')
     def reset(self): torch.cuda.reset_peak_memory_stats(self.device)
     def __enter__(self): return self
     def __exit__(self, *error): pass

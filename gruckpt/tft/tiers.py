@@ -10,18 +10,21 @@ import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..plan.budget import RATES, DoesNotFit, Ledger, smaller_batch, limit_bytes, estimate
 from ..engine.cells import LSTMCell
-from ..plan.segment import Work, default_chunk_len
+from ..plan.segment import Work, constants_of, default_chunk_len
 from ..measure.meter import human, nbytes
 from ..measure.shadow import NotFollowed
 from .batch import WindowBatch
@@ -424,6 +427,19 @@ class _Step(_Count):
             else: found += [_Row((turn, phase, o), 0, self.casts.get((turn, o), 0)) for o in self.layers]
         return tuple(found)
 
+# %% ../../nbs/tft/06_tiers.ipynb #9b3d5a10
+class _Wide(TorchFunctionMode):
+    "Under autocast CUDA takes norms, softmaxes and sums in float32; a processor, which counts here, does not"
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.is_autocast_enabled('cpu') and args and isinstance(args[0], torch.Tensor):
+            if func in _IN_FLOAT32: args = args[0].float(), *args[1:]
+            elif func in _SUMS and args[0].itemsize == 2: kwargs.setdefault('dtype', torch.float32)
+        return func(*args, **kwargs)
+
+_IN_FLOAT32 = F.layer_norm, F.softmax, torch.layer_norm, torch.softmax, torch.Tensor.softmax
+_SUMS = torch.sum, torch.Tensor.sum
+
 # %% ../../nbs/tft/06_tiers.ipynb #77c90c12
 class _Layers(tuple):
     "Names of layers that say which one is looked for"
@@ -451,6 +467,7 @@ class _How(NamedTuple):
     later:bool           # is it a second micro-batch, onto gradients that are there?
     frozen:tuple         # parts that are not trained
     packed:bool = False  # may pasts begin late? Then steps are packed; counted with all there
+    device:str = 'cpu'   # its type, which decides lengths of chunks and groups, and what autocast leaves wide
 
 @lru_cache(1024)
 def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
@@ -460,7 +477,8 @@ def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
     dry.walk(one_step=tier.seg_len is None and not how.packed)
     joined, windows = 0., dry.batch(batch)
     if how.packed: windows = windows._replace(past_mask=torch.ones(batch, spec.lookback, dtype=torch.bool))
-    with few_groups(), _Step(dry.known) as step:
+    wide = _Wide() if how.narrow and how.device == 'cuda' else nullcontext()
+    with few_groups(), constants_of(how.device), wide, _Step(dry.known) as step:
         plan = _Told.of(tier, step.forward)
         for step.turn in range(1 + how.later):
             step.forward('start')
@@ -609,11 +627,12 @@ class _Counted:
     @property
     def sizes(self) -> tuple: return sum(self.parts.values(), ())
 
-    def moments(self, batch, plan, item_w, item, frozen=(), *, accumulate=1, teacher_forcing=1., **_) -> dict:
+    def moments(self, batch, plan, item_w, item, frozen=(), *, accumulate=1, teacher_forcing=1., device='cpu',
+                **_) -> dict:
         if teacher_forcing != 1:
             raise ValueError('a TFT draws no inputs of its own; leave teacher_forcing out')
         spec, dtype = self.spec, {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[item_w]
-        how = _How(dtype, item < item_w, accumulate > 1, tuple(frozen), self.packed)
+        how = _How(dtype, item < item_w, accumulate > 1, tuple(frozen), self.packed, device)
         forward, kept, backward = _found(spec, batch, plan, how)
         grads = item_w * sum(n for part, sizes in self.parts.items() if part not in frozen for n in sizes)
         window = _window_bytes(spec, dtype) + self.packed * spec.lookback
@@ -678,7 +697,8 @@ def _seconds(spec:TFTSpec, batch:int, n_groups:int|None, device:str) -> np.ndarr
     "What each of `_subsets` costs beyond a step that recomputes nothing"
     names, rates = _layers_of(spec), RATES[device]
     bits, flops = _subsets(names)[1], {name: once + batch*more for name, (once, more) in _flops(spec).items()}
-    own, now = _n_groups(spec, batch, None), _n_groups(spec, batch, n_groups)
+    with constants_of(device):
+        own, now = _n_groups(spec, batch, None), _n_groups(spec, batch, n_groups)
     works = [Work(flops=flops[n], launches=_KERNELS[0] * now.get(n, 0)) for n in names]
     cost = np.array(list(map(rates.seconds, works)))
     more = sum((now[n] - own[n]) * sum(_KERNELS) for n in own)
@@ -715,7 +735,8 @@ def _fitting(spec:TFTSpec, batch:int, limit:int, **how) -> Tier|None:
     "The tier of fewest seconds within `limit`, of equals that of fewest bytes"
     device, best = how.get('device', 'cpu'), (math.inf, math.inf, None)
     least = _totals(spec, batch, None, True, **how)
-    for n_groups in _groups_asked(spec, batch):
+    with constants_of(device): asked = _groups_asked(spec, batch)
+    for n_groups in asked:
         seconds = _seconds(spec, batch, n_groups, device)
         worth = seconds < best[0]                                        # more groups never cost less
         if n_groups is not None and not (least[worth] <= limit).any(): break
@@ -815,6 +836,10 @@ def largest_batch(
 ) -> int:              # b such that b fits and nothing above it does; 0 if not even 1 does
     "The largest batch that fits, also where bytes fall as the batch grows by one, since a group gets shorter"
     limit = limit_bytes(limit)
+    with constants_of(how.get('device', 'cpu')): return _largest_of(spec, tier, limit, most, **how)
+
+def _largest_of(spec:TFTSpec, tier:Tier, limit:int, most:int, **how) -> int:
+    "`largest_batch`, where the constants are the device's"
     def total(b, tier, least=False):
         return int(_ask(spec, b, _Plan(tier, None, least), **how).total)
     shortest = _in_short_groups(spec, tier, _MOST)
