@@ -347,3 +347,17 @@ def test_a_character_is_one_replay(count):
     names = count(lambda: model.generate(torch.tensor([1, 2, 3]), 9))
     assert names['replay'] == 3 + 8                             # the prompt's three layers, then one each
     assert names['addmm'] + names['addmm.out'] + names['addmm_'] == 4        # the prompt's: no step by hand
+
+
+@pytest.mark.parametrize('make', [gruckpt.GRU, gruckpt.LSTM])
+def test_a_call_of_one_step_goes_through_the_backend(make, count):
+    torch.manual_seed(0)
+    x, rnn, found = torch.randn(1, 3, 5).double(), make(5, 6, 2).double(), []
+    for rnn.backend in ('eager', 'graph'):
+        with torch.no_grad(): out, state = rnn(x)
+        for _ in range(4): out, state = rnn(x + out.mean(), state)
+        names = count(lambda: rnn(x, state))
+        loss = out.sum()
+        found.append([loss, *torch.autograd.grad(loss, [*rnn.parameters()])])
+    assert names['replay'] == 2                                  # a layer each
+    same(*found)

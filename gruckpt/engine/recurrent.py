@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .cells import GRUCell, LSTMCell, make_cell
+from .cells import PAGES, GRUCell, LSTMCell, make_cell
 from .layer import DropoutMask, LayerNode, LayerRun, StepNode, norm_output, plain_layer
 from .scan import scan_spans, is_plain, plain, refuse_transforms, uncompiled
 from ..plan.segment import checked_keep, keep_each
@@ -364,6 +364,7 @@ def _steps_once(rnn:_Recurrent, read:dict, x, states:list, seed) -> bool:
     "Is this a call of one step that can go straight?"
     if len(x) > 1 or seed is not None or rnn.bidirectional or is_plain(): return False
     if rnn._read_only_output: return False                     # its bytes are counted the general way
+    if rnn.backend in PAGES: return False                      # a step goes through the desk of who was asked
     known = rnn.cell in (LSTMCell(), GRUCell())
     same = all(t.dtype == x.dtype for t in (_weight_of(read), *states))
     return known and rnn.norm is None and same and not torch.is_autocast_enabled(x.device.type)
