@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 
 import gruckpt
@@ -356,8 +357,19 @@ def test_a_call_of_one_step_goes_through_the_backend(make, count):
     for rnn.backend in ('eager', 'graph'):
         with torch.no_grad(): out, state = rnn(x)
         for _ in range(4): out, state = rnn(x + out.mean(), state)
-        names = count(lambda: rnn(x, state))
+        names = count(lambda state=state: rnn(x, state))
         loss = out.sum()
         found.append([loss, *torch.autograd.grad(loss, [*rnn.parameters()])])
     assert names['replay'] == 2                                  # a layer each
     same(*found)
+
+
+@pytest.mark.parametrize('backend', ['graph', 'graph+triton'])
+def test_fake_tensors_pass_through_and_leave_nothing(backend, monkeypatch):
+    "As a prediction runs them."
+    monkeypatch.setattr(importlib.import_module('gruckpt.engine.triton'), '_need', lambda device: None)
+    with FakeTensorMode():
+        rnn = gruckpt.GRU(5, 6, 2, norm='state', reset='before', chunk_len=4, seg_len=6, backend=backend)
+        x = torch.randn(11, 3, 5, requires_grad=True)
+        rnn(x)[0].sum().backward()
+    assert x.grad.shape == x.shape and not graph._idle

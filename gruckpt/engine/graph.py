@@ -138,7 +138,8 @@ class Buffers:
         self.weights = {name: self.empty(*size) for name, size in shape.weights}
         self.w = CellWeights(None, **self.weights)
         self.back = []                                  # spare, dout, and dstate, with the first pass back
-        self.pool = torch.cuda.graph_pool_handle() if shape.device.type == 'cuda' else None
+        on_gpu = shape.device.type == 'cuda' and not is_fake(self.gates)
+        self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
 
     def empty(self, *size): return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
     def tensors(self) -> list: return [self.gates, *self.states, *self.weights.values(), *self.back]
@@ -223,7 +224,7 @@ def _advance(desk:'GraphDesk', gates, prev, new, order):
     "Replay a chunk's walk, between its first state and the copies of its states"
     o, n, first = desk.buffers, len(order), order[0]
     mine, (early, late) = o.gates[:n], o.views(n, order.step < 0)
-    there = gates.data_ptr() == mine.data_ptr()
+    there = gates.untyped_storage()._cdata == mine.untyped_storage()._cdata     # is it a part of the desk's?
     o.poison(*o.states)
     torch._foreach_copy_([s[first] for s in early], [s[first] for s in prev])
     if not there: mine.copy_(gates)
@@ -255,10 +256,10 @@ class GraphDesk(Desk):
     def __enter__(self):
         "Take buffers, and copy the weights in"
         like, named = self.like, [(name, getattr(self.w, name)) for name in _READ]
-        w = {name: t for name, t in named if t is not None}
-        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        w, on_gpu = {name: t for name, t in named if t is not None}, like.is_cuda and not is_fake(like)
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_REFUSED.format('a chunk', 'is part of another capture'))
-        stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+        stream = torch.cuda.current_stream(like.device).cuda_stream if on_gpu else 0
         sizes = tuple((name, tuple(t.shape)) for name, t in w.items())
         mine = self.walk, self.cell, self.width, self.batch, self.widths
         shape = Shape(*mine, sizes, like.dtype, like.device, stream)
