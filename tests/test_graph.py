@@ -1,10 +1,12 @@
 """Walks recorded over static buffers and replayed: the eager gradients; what a capture needs."""
 import copy
+import importlib
 import pickle
 import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 
 import gruckpt
@@ -13,6 +15,7 @@ from gruckpt.engine import graph
 from gruckpt.engine.cells import BACKENDS, EAGER, GRUCell, LSTMCell, backend_for, make_cell
 from gruckpt.engine.layer_bytes import LayerBytes
 from gruckpt.engine.recurrent import layers_of
+from gruckpt.measure.meter import Launches
 
 CELLS = [GRUCell(reset, norm) for reset in ('after', 'before') for norm in (None, 'rms')] + [
     LSTMCell(), make_cell('mingru')]
@@ -260,3 +263,113 @@ def test_bytes_are_the_meters(cell, item):
     if item == 2: return
     gradients = 4 * (o.numbers + n*B*D)
     assert meter.peak == o.held(n)[1] + o.record(n) + gradients + 8 + o.backward(n) + o.row * cell.n_states
+
+
+def drawn(backend, norm, autocast=False):
+    "Own characters of a window, the loss on them and its gradients, and a continuation."
+    torch.manual_seed(0)
+    model = gruckpt.GRULM(gruckpt.GRUSpec(20, 8, 2, norm=norm, reset='before', dropout=.2))
+    model.rnn.backend = backend
+    ids = torch.randint(20, (2, 3, 12), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(5)
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        loss, (h, guess) = model.loss(Batch(*ids, fresh=True), plan=gruckpt.Plan(12, 5), teacher_forcing=.3)
+    loss.backward()
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        text = model.generate(ids[0, 0], 9, temperature=.5)
+    return [guess, text], [loss, h, *[p.grad for p in model.parameters()]]
+
+
+@pytest.mark.parametrize('norm', [None, 'state', 'output'])
+@pytest.mark.parametrize('autocast', [False, True])
+def test_rolled_out_steps_are_replayed(norm, autocast):
+    (ids, numbers), (same_ids, same_numbers) = (drawn(name, norm, autocast) for name in ('eager', 'graph'))
+    for a, b in zip(ids, same_ids): assert torch.equal(a, b)
+    same(same_numbers, numbers, 1e-5)
+
+
+class Counted(Launches):
+    "Launches, where a replay is one and what the stand-in does inside is none."
+    inside = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.inside: return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.fixture
+def count(monkeypatch):
+    "`count(run)`: launches by name. No kernel of Triton runs: numbers do not matter here."
+    replay, active = graph.Checked.__call__, []
+    def once(self, run, static):
+        for mode in active: mode.names['replay'], mode.inside = mode.names['replay'] + 1, True
+        try: return replay(self, run, static)
+        finally:
+            for mode in active: mode.inside = False
+    kernels = importlib.import_module('gruckpt.engine.triton')
+    monkeypatch.setattr(kernels, '_launch', lambda *args, **constants: None)
+    monkeypatch.setattr(kernels, '_need', lambda device: None)
+    monkeypatch.setattr(graph.Checked, '__call__', once)
+    monkeypatch.setattr(graph.Buffers, 'poison', lambda self, *tensors: None)     # the stand-in's alone
+    def counted(run):
+        with Counted() as mode:
+            active.append(mode)
+            run()
+            active.remove(mode)
+        return mode.names
+    return counted
+
+
+def training_step(backend, S, K, L=3):
+    "A step of V3a's model but for its widths, K segments of S steps"
+    torch.manual_seed(0)
+    model = gruckpt.GRULM(gruckpt.GRUSpec(9, 4, L, norm='state', reset='before'))
+    ids = torch.zeros(2, 1, S*K).long()
+    model.rnn.backend, model.rnn.chunk_len = backend, 64
+    return lambda: model.loss(Batch(*ids, fresh=True), plan=gruckpt.Plan(S*K, S))[0].backward()
+
+
+def test_launches_of_a_step_of_v3a(count):
+    """K=16 segments of 32 steps. By the kernels a step of a layer is 4 launches forward, again 4 but in the
+    last segment, and 4 back; a replay is one whatever its steps"""
+    K, L, S = 16, 3, 32
+    launches = {(backend, S): count(training_step(backend, S, K)).total()
+                for backend in ('eager', 'triton', 'graph+triton') for S in (2, 3)}
+    at = {b: n + (S - 2)*(launches[b, 3] - n) for (b, s), n in launches.items() if s == 2}
+    assert launches['triton', 3] - launches['triton', 2] == L*(4*(2*K - 1) + 4*K) == 564
+    assert launches['eager', 3] - launches['eager', 2] == L*(12*(2*K - 1) + 13*K) == 1740
+    assert launches['graph+triton', 3] == launches['graph+triton', 2] == at['graph+triton'] <= 3_000
+    assert at['triton'] <= 20_000 and at['eager'] <= 60_000          # 72,700 where a chunk had four steps
+    replays = count(training_step('graph+triton', 2, K))['replay']
+    assert replays == L*(2*K - 1 + K)                                # a pass of a segment and layer is one
+
+
+def test_a_character_is_one_replay(count):
+    model = lm('graph')
+    names = count(lambda: model.generate(torch.tensor([1, 2, 3]), 9))
+    assert names['replay'] == 3 + 8                             # the prompt's three layers, then one each
+    assert names['addmm'] + names['addmm.out'] + names['addmm_'] == 4        # the prompt's: no step by hand
+
+
+@pytest.mark.parametrize('make', [gruckpt.GRU, gruckpt.LSTM])
+def test_a_call_of_one_step_goes_through_the_backend(make, count):
+    torch.manual_seed(0)
+    x, rnn, found = torch.randn(1, 3, 5).double(), make(5, 6, 2).double(), []
+    for rnn.backend in ('eager', 'graph'):
+        with torch.no_grad(): out, state = rnn(x)
+        for _ in range(4): out, state = rnn(x + out.mean(), state)
+        names = count(lambda state=state: rnn(x, state))
+        loss = out.sum()
+        found.append([loss, *torch.autograd.grad(loss, [*rnn.parameters()])])
+    assert names['replay'] == 2                                  # a layer each
+    same(*found)
+
+
+@pytest.mark.parametrize('backend', ['graph', 'graph+triton'])
+def test_fake_tensors_pass_through_and_leave_nothing(backend, monkeypatch):
+    "As a prediction runs them."
+    monkeypatch.setattr(importlib.import_module('gruckpt.engine.triton'), '_need', lambda device: None)
+    with FakeTensorMode():
+        rnn = gruckpt.GRU(5, 6, 2, norm='state', reset='before', chunk_len=4, seg_len=6, backend=backend)
+        x = torch.randn(11, 3, 5, requires_grad=True)
+        rnn(x)[0].sum().backward()
+    assert x.grad.shape == x.shape and not graph._idle

@@ -3,12 +3,10 @@ import importlib
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gruckpt
 from gruckpt.engine import graph
@@ -16,6 +14,7 @@ from gruckpt.engine.cells import GRUCell, LSTMCell
 from gruckpt.engine.layer import DropoutMask
 from gruckpt.engine.layer_bytes import LayerBytes
 from gruckpt.engine.recurrent import layers_of
+from gruckpt.measure.meter import Launches
 
 os.environ.setdefault('TRITON_INTERPRET', '1')     # read where kernels are defined, by the page's first use
 pytest.importorskip('triton', reason="Triton is not installed; pip install 'gruckpt[triton]'")
@@ -130,56 +129,17 @@ def test_bytes_are_the_meters(cell, monkeypatch):
             'backward': held[1] + o.record(n) + 4 * (o.numbers + n*B*D) + 8 + o.backward(n)}
 
 
-VIEWS = {*('view unbind.int select.int slice.Tensor split.Tensor split_with_sizes t transpose.int unsqueeze '
-           'expand detach alias _unsafe_view as_strided permute squeeze.dim narrow chunk empty.memory_format '
-           'empty_like new_empty empty_strided new_empty_strided lift_fresh _reshape_alias').split()}
-
-
-class Launches(TorchDispatchMode):
-    "Counts operations that a GPU would launch; a replay is one, see `replays_count_once`."
-    def __init__(self):
-        super().__init__()
-        self.n, self.inside = Counter(), 0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().partition('::')[2]
-        if name not in VIEWS and not self.inside: self.n[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def count(monkeypatch):
-    "Counts what a call launches."
-    replay = graph.Checked.__call__
-    active = []
-    def once(self, run, static):
-        for mode in active:
-            mode.n['replay'] += not mode.inside
-            mode.inside += 1
-        try: return replay(self, run, static)
-        finally:
-            for mode in active: mode.inside -= 1
-    monkeypatch.setattr(graph.Checked, '__call__', once)
-    monkeypatch.setattr(graph.Buffers, 'poison', lambda self, *tensors: None)     # of the stand-in only
-    def counted(run):
-        with Launches() as mode:
-            active.append(mode)
-            try: run()
-            finally: active.remove(mode)
-        return mode.n
-    yield counted
-    graph.release_buffers()
-
-
 @pytest.mark.parametrize('cell, forward, back', [
     (GRUCell('after'), 2, 2), (GRUCell('after', 'rms'), 2, 2), (GRUCell('before'), 4, 4),
     (GRUCell('before', 'rms'), 4, 4), (LSTMCell(), 2, 2)], ids=str)
-def test_launches_a_step(cell, forward, back, count):
+def test_launches_a_step(cell, forward, back):
     "The slope over the steps of one chunk: at most 2 + 2, and for GRU-L3 4 + 5."
     def launches(T):
         rnn, out = layers_of(cell, 3, 4, backend='triton', chunk_len=9), []
         x = torch.randn(T, 1, 3, requires_grad=True)
-        there = count(lambda: out.append(rnn(x)[0].sum())).total()
-        return there, count(out[0].backward).total()
+        with Launches() as there: out.append(rnn(x)[0].sum())
+        with Launches() as back: out[0].backward()
+        return there.n, back.n
     (a, b), (c, d) = launches(2), launches(4)
     assert ((c - a) / 2, (d - b) / 2) == (forward, back)
 

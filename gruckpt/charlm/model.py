@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from ..engine.cells import CellWeights, norm_rows
+from ..engine.cells import EAGER, CellWeights, backend_for, norm_rows
 from .step_bytes import cell_of, moments_of, parts_of, rhythm, work_of
+from ..engine.graph import Recording
 from ..engine.head import head_loss
 from ..engine.layer import DropoutMask, LayerRun, cast_weights
 from ..engine.recurrent import layer_input, layer_weights, layers_of, parameter_name
@@ -275,30 +276,55 @@ def _masks_ahead(
         return ahead[k - 1, t % n][None]
     return mask
 
-# %% ../../nbs/charlm/03_model.ipynb #49e72e05
+def _walk(model:_Layers):
+    "Who runs a single step: the backend that was asked for"
+    walk = backend_for(model.rnn.cell, model.rnn.weight_hh_l0.device.type, model.rnn.backend)
+    return EAGER if model.rnn.backend == 'auto' and not walk.desk.lent else walk
+
+def _step_of(model:_Layers, batch_size:int, dtype:torch.dtype) -> tuple:
+    "(`once(ids_1B, h_LBD, *masks)`: logits 1 x B x V, and the state written over; what it reads)"
+    (weights, gain), rnn, walk = _cells(model, dtype), model.rnn, _walk(model)
+    biases = [rnn.cell.bias(w) for w in weights]
+    head = [p.to(dtype) for p in (model.head.weight, model.head.bias)]
+    gates_1BG = head[0].new_empty(1, batch_size, rnn.cell.n_slots * rnn.hidden_size)
+    run = LayerRun(rnn.cell, 'hidden', 1, False, None, dtype)
+    @torch.autocast(gates_1BG.device.type, enabled=False)
+    def once(ids_1B, h_LBD, *masks):
+        x_1BD = model.embed(ids_1B.long())
+        for k, (w, bias, mask) in enumerate(zip(weights, biases, (None, *masks))):
+            x_BD = run.x(layer_input(rnn, k, x_1BD), 0, 1, w.x_gain, mask)
+            rnn.cell.project(x_BD, w, bias, gates_1BG)
+            x_1BD = h_LBD[k:k + 1]
+            walk.advance(rnn.cell, gates_1BG, [x_1BD], [x_1BD], w, range(1))
+        return F.linear(x_1BD if gain is None else norm_rows(x_1BD, gain), *head)
+    read = [getattr(w, f.name) for w in weights for f in fields(w)]
+    read += [*biases, gain, *head, model.embed.weight, gates_1BG]
+    return once, [t for t in read if t is not None]
+
+# %% ../../nbs/charlm/03_model.ipynb #876091fa
 def _stepper(
     model:_Layers,         # as it is now; later changes of its weights may or may not be seen
     shape_TB:tuple,        # steps and rows of the window
     seed:int|None=None,    # of the dropout masks; None has none
 ) -> Callable:             # `step(ids 1 x B, (state, step)) -> (logits 1 x B x V, the same, written over)`
-    "A predictor for `draw_tape` that goes one step at a time, without a graph"
-    rnn, dtype = model.rnn, _arithmetic(model)
-    weights, gain = _cells(model, dtype)
-    biases = [rnn.cell.bias(w) for w in weights]
-    head = [p.to(dtype) for p in (model.head.weight, model.head.bias)]
-    gates_1BG = head[0].new_empty(1, shape_TB[1], rnn.cell.n_slots * rnn.hidden_size)
-    mask_of = _masks_ahead(model, shape_TB, seed, dtype)
-    @torch.autocast(gates_1BG.device.type, enabled=False)
+    "A predictor for `draw_tape` that goes step by step, without a graph; recorded if the backend records"
+    dtype, n_masks, recorded = _arithmetic(model), model.rnn.num_layers - 1, []
+    (once, read), mask_of = _step_of(model, shape_TB[1], dtype), _masks_ahead(model, shape_TB, seed, dtype)
+    def masks(t): return [] if seed is None else [mask_of(k + 1, t) for k in range(n_masks)]
+    def go(ids_1B, h_LBD, *given): return once(ids_1B, h_LBD, *(given or [None] * n_masks))
     def step(ids_1B, carried):
-        (h_LBD, t), x_1BD = carried, model.embed(ids_1B.long())
-        for k, (w, bias) in enumerate(zip(weights, biases)):
-            run, x_1BD = LayerRun(rnn.cell, 'hidden', 1, False, None, dtype), layer_input(rnn, k, x_1BD)
-            x_BD = run.x(x_1BD, 0, 1, w.x_gain, mask_of(k, t))
-            rnn.cell.project(x_BD, w, bias, gates_1BG)
-            x_1BD = h_LBD[k:k + 1]
-            rnn.cell.advance(gates_1BG, [x_1BD], [x_1BD], w, (0,))
-        return F.linear(x_1BD if gain is None else norm_rows(x_1BD, gain), *head), (h_LBD, t + 1)
-    return step
+        h_LBD, t = carried
+        return go(ids_1B, h_LBD, *masks(t)), (h_LBD, t + 1)
+    def replayed(ids_1B, carried):
+        h_LBD, t = carried
+        inputs = [ids_1B, *masks(t)]
+        if not recorded:
+            def run(ids_1B, *given): return go(ids_1B, h_LBD, *given)
+            recorded.extend([Recording(run, inputs, [h_LBD, *read]), h_LBD])
+        recording, mine_LBD = recorded
+        if h_LBD is not mine_LBD: mine_LBD.copy_(h_LBD)
+        return recording(*inputs), (mine_LBD, t + 1)
+    return replayed if _walk(model).desk.lent else step
 
 # %% ../../nbs/charlm/03_model.ipynb #9dfc9e59
 def _tape(
@@ -475,8 +501,11 @@ def _generate(model:GRULM, prompt_ids, n_chars, temperature, top_k, seed) -> tor
     ids_N = torch.empty(n_chars, dtype=torch.int64, device=device)
     ids_SB, state = prompt_ids.to(device)[:, None], model.init_state(1)
     with _evaluating(model):
+        read, lent = model, _walk(model).desk.lent
         for i in range(n_chars):
-            logits_SBV, state = model(ids_SB, state)
+            logits_SBV, state = read(ids_SB, state)
+            if lent and not i:            # the prompt is read; from here on one replay a character
+                read, state = _stepper(model, (n_chars, 1)), (state.to(_arithmetic(model), copy=True), 1)
             ids_N[i] = id_1 = _draw(logits_SBV[-1, 0], temperature, top_k or V, generator)
             ids_SB = id_1[None]
     return ids_N

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST_LENGTHS', 'MOST_IDLE', 'Proof', 'Checked', 'Captured', 'Shape', 'Buffers', 'take_buffers', 'give_back',
-           'release_buffers', 'idle_bytes', 'GraphDesk', 'graph_over']
+           'release_buffers', 'idle_bytes', 'GraphDesk', 'graph_over', 'Recording']
 
 # %% ../../nbs/engine/11_graph.ipynb #172fdc61
 from collections import OrderedDict
@@ -139,7 +139,8 @@ class Buffers:
         self.weights = {name: self.empty(*size) for name, size in shape.weights}
         self.w = CellWeights(None, **self.weights)
         self.back = []                                  # spare, dout, and dstate, with the first pass back
-        self.pool = torch.cuda.graph_pool_handle() if shape.device.type == 'cuda' else None
+        on_gpu = shape.device.type == 'cuda' and not is_fake(self.gates)
+        self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
 
     def empty(self, *size): return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
     def tensors(self) -> list: return [self.gates, *self.states, *self.weights.values(), *self.back]
@@ -225,7 +226,7 @@ def _advance(desk:'GraphDesk', gates, prev, new, order):
     "Replay a chunk's walk, between its first state and the copies of its states"
     o, n, first = desk.buffers, len(order), order[0]
     mine, (early, late) = o.gates[:n], o.views(n, order.step < 0)
-    there = gates.data_ptr() == mine.data_ptr()
+    there = gates.untyped_storage()._cdata == mine.untyped_storage()._cdata     # is it a part of the desk's?
     o.poison(*o.states)
     torch._foreach_copy_([s[first] for s in early], [s[first] for s in prev])
     if not there: mine.copy_(gates)
@@ -257,10 +258,10 @@ class GraphDesk(Desk):
     def __enter__(self):
         "Take buffers, and copy the weights in"
         like, named = self.like, [(name, getattr(self.w, name)) for name in _READ]
-        w = {name: t for name, t in named if t is not None}
-        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        w, on_gpu = {name: t for name, t in named if t is not None}, like.is_cuda and not is_fake(like)
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(_REFUSED.format('a chunk', 'is part of another capture'))
-        stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+        stream = torch.cuda.current_stream(like.device).cuda_stream if on_gpu else 0
         sizes = tuple((name, tuple(t.shape)) for name, t in w.items())
         mine = self.walk, self.cell, self.width, self.batch, self.widths
         shape = Shape(*mine, sizes, like.dtype, like.device, stream)
@@ -292,3 +293,20 @@ def graph_over(
 
 graph_over('graph', EAGER, 'gru after', 'gru before', 'gru after rms', 'gru before rms', 'lstm')
 graph_over('graph', SCAN, 'mingru')
+
+# %% ../../nbs/engine/11_graph.ipynb #ed6ce094
+class Recording:
+    "A function of tensors, recorded over copies of its inputs"
+    def __init__(self,
+        run,            # of copies of the inputs; what it returns is written over by the next call
+        inputs:list,    # such as it will be called with
+        held:list,      # what it reads or writes beside them, where it lies
+    ):
+        self.run, self.inputs = run, [torch.empty_like(t) for t in inputs]
+        self.static, cuda = [*self.inputs, *held], self.inputs[0].is_cuda
+        self.replay = Captured(torch.cuda.graph_pool_handle()) if cuda else Checked()
+
+    def __call__(self, *inputs):
+        "Replay, with other inputs"
+        for mine, t in zip(self.inputs, inputs, strict=True): mine.copy_(t)
+        return self.replay(lambda: self.run(*self.inputs), self.static)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .cells import GRUCell, LSTMCell, is_fused, make_cell
+from .cells import PAGES, GRUCell, LSTMCell, is_fused, make_cell
 from .layer import (DropoutMask, LayerNode, LayerRun, StackNode, StackRun, StepNode,
                                   norm_output, plain_layer)
 from .scan import scan_spans, is_plain, plain, refuse_transforms, uncompiled
@@ -427,6 +427,7 @@ def _steps_once(rnn:_Recurrent, read:dict, x, states:list, seed) -> bool:
     "Is this a call of one step that can go straight?"
     if len(x) > 1 or seed is not None or rnn.bidirectional or is_plain(): return False
     if rnn._read_only_output or not has_torch_twin(rnn): return False    # bytes are counted the general way
+    if rnn.backend in PAGES: return False                      # a step goes through the desk of who was asked
     known = rnn.cell in (LSTMCell(), GRUCell())
     same = all(t.dtype == x.dtype for t in (_weight_of(read), *states))
     return known and rnn.norm is None and same and not torch.is_autocast_enabled(x.device.type)

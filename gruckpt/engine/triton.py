@@ -61,8 +61,16 @@ _WIDE = {torch.float64: 'float64'}     # else float32
 _LIB = torch.library.Library('gruckpt' if __name__ == 'gruckpt.engine.triton' else 'gruckpt_page', 'FRAGMENT')
 OPS = {}        # the operations, by name
 
+def _need(device:torch.device):
+    "RuntimeError where no kernel can run"
+    if triton is None: raise RuntimeError("backend='triton' needs Triton; pip install 'gruckpt[triton]'")
+    if device.type == 'cuda' or os.environ.get('TRITON_INTERPRET') == '1': return
+    raise RuntimeError("backend='triton' needs a GPU, got a tensor on cpu; TRITON_INTERPRET=1, set before "
+                       'Python starts, interprets it')
+
 def _launch(kernel, rows:int, like, D:int, whole:bool, *args, **constants):
     "Run a kernel over rows of D numbers, a row at once if it needs the `whole`"
+    _need(like.device)
     if not rows: return
     block, wide = triton.next_power_of_2(D), getattr(tl, _WIDE.get(like.dtype, 'float32'))
     if not whole: block = min(block, 1024)
@@ -334,13 +342,6 @@ def _scratch(o, n_rows) -> tuple:
     row, gru = o.batch*o.width*o.item, o.cell.form != 'lstm'
     before, inv = row*(gru and o.cell.reset == 'before'), n_rows*o.item*(gru and o.cell.norm is not None)
     return before, before, inv, inv
-
-def _need(device:torch.device):
-    "RuntimeError where no kernel can run"
-    if triton is None: raise RuntimeError("backend='triton' needs Triton; pip install 'gruckpt[triton]'")
-    if device.type == 'cuda' or os.environ.get('TRITON_INTERPRET') == '1': return
-    raise RuntimeError("backend='triton' needs a GPU, got a tensor on cpu; TRITON_INTERPRET=1, set before "
-                       'Python starts, interprets it')
 
 class TritonDesk(Desk):
     "A desk that is only there where kernels can run"
