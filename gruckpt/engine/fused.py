@@ -57,6 +57,31 @@ def _at_input(job:LayerRun, x, at_seen, gain, total) -> torch.Tensor|None:
         to_input(job, dx if x is None else x, a, b, dx[a:b].view(-1, dx.shape[-1]), gain, total, None)
     return dx
 
+# %% ../../nbs/engine/10_fused.ipynb #66831aa4
+class _Sum(torch.autograd.Function):
+    "A number whose gradient at a weight is the sum in its slot, which is then gone from there"
+    @staticmethod
+    def forward(ctx, w, slot):
+        ctx.slot = slot
+        return w.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        total, ctx.slot.total = ctx.slot.total, None
+        return total, None
+
+def _sums_so_far(ctx, leaves:list) -> list:
+    "(where, zero) of weights whose sums, where of one type, leave their slots and go on growing here"
+    if ctx.sink is None or not ctx.sink.adding: return []
+    found = []
+    for w, slot in zip(leaves[1 + ctx.n_states:], ctx.slots[1:]):
+        total = None if slot is None else slot.total
+        if total is None or total.dtype != w.dtype or not w.requires_grad: continue
+        with torch.enable_grad(): zero = _Sum.apply(w, slot)
+        found.append((get_gradient_edge(zero), zero.detach()))
+        slot.grows = True
+    return found
+
 # %% ../../nbs/engine/10_fused.ipynb #4ca90a09
 class RecordNode(torch.autograd.Function):
     "Torch's op and the record that it makes, as one node of the graph"
@@ -94,32 +119,7 @@ class RecordNode(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents): raise RuntimeError(NO_FORWARD_MODE.format('this layer'))
 
-# %% ../../nbs/engine/10_fused.ipynb #66831aa4
-class _Sum(torch.autograd.Function):
-    "A number whose gradient at a weight is the sum in its slot, which is then gone from there"
-    @staticmethod
-    def forward(ctx, w, slot):
-        ctx.slot = slot
-        return w.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        total, ctx.slot.total = ctx.slot.total, None
-        return total, None
-
-def _sums_so_far(ctx, leaves:list) -> list:
-    "(where, zero) of weights whose sums, where of one type, leave their slots and go on growing here"
-    if ctx.sink is None or not ctx.sink.adding: return []
-    found = []
-    for w, slot in zip(leaves[1 + ctx.n_states:], ctx.slots[1:]):
-        total = None if slot is None else slot.total
-        if total is None or total.dtype != w.dtype or not w.requires_grad: continue
-        with torch.enable_grad(): zero = _Sum.apply(w, slot)
-        found.append((get_gradient_edge(zero), zero.detach()))
-        slot.grows = True
-    return found
-
-# %% ../../nbs/engine/10_fused.ipynb #43a9d679
+# %% ../../nbs/engine/10_fused.ipynb #495d0bcc
 def _through_record(ctx, grads:tuple) -> list:
     "Gradients at what the op read, in order; the record is dropped unless it must serve again"
     (leaves, ends), keep = ctx.record, torch._C._autograd._get_current_graph_task_keep_graph()
@@ -138,7 +138,7 @@ def _handed(ctx, grads:list, tensors:list) -> list:
     adding = ctx.sink is not None and ctx.sink.adding
     def one(g, slot, t):
         if g is None or slot is None or not adding: return g if g is None else g.to(t.dtype)
-        if slot.grows: slot.total, slot.grows = g, False          # the sum itself, and this one's gradient in it
+        if slot.grows: slot.total, slot.grows = g, False           # the sum itself, grown
         else: slot.sum_like(t).add_(g)
     return list(map(one, grads, ctx.slots, tensors))
 
