@@ -57,7 +57,7 @@ def made(kind, options, dtype=F64, **more):
     return KINDS[kind](5, 4, 2, dtype=dtype, **options, **more)
 
 
-def inputs(rnn, dtype=F64, T=13, B=3):
+def inputs(rnn, dtype=F64, T=9, B=3):
     shape = (B, T, 5) if rnn.batch_first else (T, B, 5)
     widths = [rnn.proj_size or 4, 4][:rnn.cell.n_states]
     states = [torch.randn(2*(1 + rnn.bidirectional), B, n, dtype=dtype, requires_grad=True) for n in widths]
@@ -71,7 +71,7 @@ def test_torchs_op_has_the_eager_gradients(kind, options, dtype, eps):
     rnn = made(kind, options, dtype)
     if rnn is None: pytest.skip('not an option of this layer')
     x, states = inputs(rnn, dtype)
-    for seg_len, rnn.chunk_len in ((None, None), (None, 4), (5, 4), (1, None)):
+    for seg_len, rnn.chunk_len in ((None, 4), (5, 4)):
         rnn.seg_len, rnn.backend, rnn.keep = seg_len, 'eager', 'hidden'
         want = run(rnn, x, states)
         rnn.backend = 'torch'
@@ -111,7 +111,7 @@ def test_torchs_op_in_every_mode(kind, keep, seg_len):
     seen = []
     rnn.register_forward_hook(lambda module, args, out: seen.append(out[0].shape))
     bits(run(rnn, x, states), want)
-    assert seen == [torch.Size([13, 3, 4])]
+    assert seen == [torch.Size([9, 3, 4])]
     loss = rnn(x)[0].sum()
     with pytest.raises(RuntimeError, match='second derivatives'):
         torch.autograd.grad(loss, x, create_graph=True)
@@ -240,8 +240,9 @@ def test_torchs_op_is_counted_to_the_byte(cell, dtype, keep):
             with Meter.phase('forward'): loss = rnn(x, states if len(states) > 1 else states[0])[0].sum()
             with Meter.phase('backward'): loss.backward()
         o = LayerBytes(cell, n_in, width, batch, keep, *[dtype.itemsize]*3, backend='torch')
-        assert meter.phases == {'forward': o.record(n) + o.forward(n),
-                                'backward': o.record(n) + o.back(n) + 2*o.item}, (n, batch, n_in, width)
+        gone = (keep == 'gates')*o.output(n)                       # the sum has no need of it
+        counted = o.record(n) + o.forward(n), o.record(n) - gone + o.back(n) + 2*o.item
+        assert tuple(meter.phases.values()) == counted, (n, batch, n_in, width)
 
 
 @every_kind

@@ -14,9 +14,9 @@ def test_without_jax_its_rows_say_so(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None if name == 'jax' else find(name))
     table = bench_rnn(**TINY)
-    assert [row.note for row in table.rows] == [None] * 9 + ['not installed'] * 2
+    assert [row.note for row in table.rows] == [None] * 11 + ['not installed'] * 2
     assert str(table).count('not installed') == 2
-    assert len(bench_rnn(**TINY, jax=False).rows) == 9
+    assert len(bench_rnn(**TINY, jax=False).rows) == 11
 
 
 def test_with_jax_its_switch_is_put_back():

@@ -261,6 +261,7 @@ def _torch_cases(
         n_extra = plan.n_extra if n_extra is None else n_extra
         return _Case(name, run, n_extra, rebuilt, cell=getattr(rnn, 'cell', None))
     gates, hidden, normed, by_K = ours(keep='gates'), ours(), ours(**source), f', {cut.n_segments} segments'
+    fused = ours(keep='gates', backend='torch')
     cases = [
         case('nn.GRU', _by_segments, theirs),
         case('nn.GRU, checkpoint' + by_K, _by_checkpoint, theirs, cut, size.n_steps),
@@ -268,6 +269,8 @@ def _torch_cases(
         case('hidden', _by_segments, hidden, rebuilt=True),
         case('hidden' + by_K, _by_segments, hidden, cut, rebuilt=True),
         case('gates' + by_K, _by_segments, gates, cut),
+        case('torch uncut', _by_segments, fused),
+        case('torch' + by_K, _by_segments, fused, cut),
         case('naive loop', _by_loop, hidden),
         case("source's cell, hidden", _by_segments, normed, rebuilt=True),
         case("source's cell, naive loop", _by_loop, normed)]

@@ -282,9 +282,10 @@ def _kept(o:Layer, T:int, batch:int) -> int:
         return n * (_record(o, T, batch) + o.state) + (0 if lent else out)
     K = -(-T // o.seg_len)
     last = (T - (K - 1) * o.seg_len, o.seg_len)[:o.directions]      # a reverse direction ends at step 0
-    if o.fused and o.keep == 'gates':                               # copies of what is read and comes out
+    if o.fused and o.keep == 'gates':                               # copies of what is read
         out += o.batch_first * last[0] * o.input_size
-        for t in last[1:]: out += t * (o.input_size + (2*o.num_layers - 2 + o.num_layers) * o.width)
+        for t in last[1:]: out += t * (o.input_size + 2*(o.num_layers - 1) * o.width)
+        out -= n * o.state                                          # the record has the final ones
     states = K + (o.directions if o.fused else 1)
     return o.num_layers * sum(_record(o, t, batch) for t in last) + n * states * o.state + out
 

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['RecordNode', 'StatesNode', 'run_layer', 'run_all', 'flatten']
 
-# %% ../../nbs/engine/10_fused.ipynb #f7128338
+# %% ../../nbs/engine/10_fused.ipynb #61da0b5b
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.backends.cudnn.rnn import get_cudnn_mode
 
 from .cells import FUSED, CellWeights, LSTMCell
@@ -57,7 +58,32 @@ def _at_input(job:LayerRun, x, at_seen, gain, total) -> torch.Tensor|None:
         to_input(job, rows, a, b, dx[a:b].view(-1, dx.shape[-1]), gain, total, None, job.mask(dx, a, b))
     return dx
 
-# %% ../../nbs/engine/10_fused.ipynb #9363b2c2
+# %% ../../nbs/engine/10_fused.ipynb #66831aa4
+class _Sum(torch.autograd.Function):
+    "A number whose gradient at a weight is the sum in its slot, which is then gone from there"
+    @staticmethod
+    def forward(ctx, w, slot):
+        ctx.slot = slot
+        return w.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        total, ctx.slot.total = ctx.slot.total, None
+        return total, None
+
+def _sums_so_far(ctx, leaves:list) -> list:
+    "(where, zero) of weights whose sums, where of one type, leave their slots and go on growing here"
+    if ctx.sink is None or not ctx.sink.adding: return []
+    found = []
+    for w, slot in zip(leaves[1 + ctx.n_states:], ctx.slots[1:]):
+        total = None if slot is None else slot.total
+        if total is None or total.dtype != w.dtype or not w.requires_grad: continue
+        with torch.enable_grad(): zero = _Sum.apply(w, slot)
+        found.append((get_gradient_edge(zero), zero.detach()))
+        slot.grows = True
+    return found
+
+# %% ../../nbs/engine/10_fused.ipynb #4ca90a09
 class RecordNode(torch.autograd.Function):
     "Torch's op and the record that it makes, as one node of the graph"
     @staticmethod
@@ -73,7 +99,7 @@ class RecordNode(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False), torch.enable_grad():
             leaves = [t.detach().requires_grad_(n) for t, n in zip(read, [needs[0] or needs[1], *needs[2:]])]
             found = _call(op, leaves[0], leaves[1:1 + n_states], leaves[1 + n_states:], True, batch_sizes)
-        ctx.record = leaves, found
+        ctx.record = leaves, [get_gradient_edge(t) if t.requires_grad else None for t in found]
         ctx.save_for_backward(None if gain is None else x, x_gain, *flat)
         out, *final = [t.detach() for t in found]
         return out.flip(0) if job.flipped else out, *final
@@ -94,26 +120,27 @@ class RecordNode(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents): raise RuntimeError(NO_FORWARD_MODE.format('this layer'))
 
-# %% ../../nbs/engine/10_fused.ipynb #260cf54b
+# %% ../../nbs/engine/10_fused.ipynb #495d0bcc
 def _through_record(ctx, grads:tuple) -> list:
     "Gradients at what the op read, in order; the record is dropped unless it must serve again"
-    (leaves, found), keep = ctx.record, torch._C._autograd._get_current_graph_task_keep_graph()
+    (leaves, ends), keep = ctx.record, torch._C._autograd._get_current_graph_task_keep_graph()
     if not keep: ctx.record = None
     if ctx.job.flipped and grads[0] is not None: grads = grads[0].flip(0), *grads[1:]
-    pairs = [(o, g) for o, g in zip(found, grads) if g is not None]
+    pairs = [(o, g) for o, g in zip(ends, grads) if g is not None] + _sums_so_far(ctx, leaves)
     wanted, device = [t for t in leaves if t.requires_grad], leaves[0].device.type
     outs, at_outs = zip(*pairs)
-    del found, pairs, grads
+    del ends, pairs, grads
     with torch.autocast(device, enabled=False):
         at = iter(torch.autograd.grad(outs, wanted, at_outs, retain_graph=keep, allow_unused=True))
     return [next(at) if t.requires_grad else None for t in leaves]
 
 def _handed(ctx, grads:list, tensors:list) -> list:
-    "What autograd is handed: nothing where a scan that walks back has a slot, to which it is added"
+    "What autograd is handed: nothing where the scan that walks back has a slot for it"
     adding = ctx.sink is not None and ctx.sink.adding
     def one(g, slot, t):
         if g is None or slot is None or not adding: return g if g is None else g.to(t.dtype)
-        slot.sum_like(t).add_(g)
+        if slot.grows: slot.total, slot.grows = g, False           # the sum itself, grown
+        else: slot.sum_like(t).add_(g)
     return list(map(one, grads, ctx.slots, tensors))
 
 # %% ../../nbs/engine/10_fused.ipynb #f09c8b38

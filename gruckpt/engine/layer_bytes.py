@@ -169,13 +169,18 @@ def record_of_op(
     step, once = _asked_cudnn(o.cell.form, o.batch, o.n_in, o.width, o.item)
     return n*(step + o.row) + once
 
+def _by_keep(o:LayerBytes, gates, states):
+    "One of two counts; of both where `keep` is an array of words"
+    if isinstance(o.keep, str): return gates if o.keep == 'gates' else states
+    return np.where(o.keep == 'gates', gates, states)
+
 def _forward_scratch_of_op(o:LayerBytes, n, making_x):
     "`making_x`: what the input needs in the making"
     c, lstm, x = o.chunk(n), o.cell.form == 'lstm', o.copied*o.part(n)
     waits = (n >= 2*c) * o.cell.n_states
     once = np.maximum(5*c + 7 - (c == 1), 6*c + 1) if lstm else np.maximum(4*c + 4, 5*c)
     states = waits*o.row + np.maximum(making_x, x + once*o.row)
-    return np.where(o.keep == 'gates', np.maximum(making_x - x, (3 + lstm)*n*o.row), states)
+    return _by_keep(o, np.maximum(making_x - x, (3 + lstm)*n*o.row), states)
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #f5d10b03
 @cache
@@ -200,9 +205,8 @@ def _back(o:LayerBytes, n, at_state:bool):
     if not o.fused: return own
     sizes = (o.cell.shapes(o.n_in, o.width)[name] for name in ('weight_hh', 'weight_ih', 'bias_hh'))
     W, V, b = (o.trained*prod(size) for size in sizes)
-    if isinstance(o.keep, str) and o.keep == 'hidden': return own
     op = back_of_op(o.cell.form == 'lstm', n, o.batch*o.width, W, V, b, o.into*into, at_state) * o.item
-    return np.where(o.keep == 'gates', op - record_of_op(o, n), own)
+    return _by_keep(o, op - record_of_op(o, n), own)
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #f5d10b04
 def back_of_op(

@@ -77,7 +77,7 @@ def autocast_now(
 # %% ../../nbs/engine/02_scan.ipynb #0bf60f1f
 class _Slot:
     "What a pass over all segments holds for one weight"
-    def __init__(self): self.total, self.made, self.version = None, {}, None
+    def __init__(self): self.total, self.made, self.version, self.grows = None, {}, None, False
 
     def sum_like(self, w:torch.Tensor) -> torch.Tensor:
         "The gradient sum so far, shaped like `w`; zeros at first"
