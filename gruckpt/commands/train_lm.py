@@ -52,11 +52,11 @@ def _check(
     check_bytes(o.memory_limit, 'memory_limit')
     if not 1 <= o.segments <= o.steps:
         raise ValueError(f'--segments must be in 1..{o.steps} (--steps), got {o.segments}')
-    if 'memory_limit' in o.typed and (idle := [name for name in ('segments', 'keep') if name in o.typed]):
-        raise ValueError(f'--memory-limit finds the plan; leave it out, or {option(idle[0])}')
     if o.use_qat and o.memory_limit is not None:
         raise ValueError('--use-qat counts the bytes of a plan, and searches none; give --segments in the '
                          'place of --memory-limit')
+    if 'memory_limit' in o.typed and (idle := [name for name in ('segments', 'keep') if name in o.typed]):
+        raise ValueError(f'--memory-limit finds the plan; leave it out, or {option(idle[0])}')
     if not 0 <= o.valid_share < 1:
         raise ValueError(f'--valid-share must be from 0 up to below 1, got {o.valid_share}')
     if o.halt_after and not o.valid_share:

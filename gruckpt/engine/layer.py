@@ -78,7 +78,7 @@ MASKS = {}    # type of a device → `(mask, t, out)` that writes what `DropoutM
 def _at_hand(t:torch.Tensor) -> bool: return type(t) is torch.Tensor and t.device.type == 'cpu'
 
 def _draw(mask:'DropoutMask', t:int, out:torch.Tensor) -> torch.Tensor:
-    "`DropoutMask.scale` by Philox in whole-number operations: numpy's on a processor, half the time of torch's"
+    "`DropoutMask.scale` by Philox in whole numbers: numpy's on a processor, half the time of torch's"
     I, scale = out.shape[-1], 1 / (1 - mask.p)
     out_SRI, n = out.view(len(out), -1, I), -(-I // 8)
     s, r = map(int, _block(*out_SRI.shape[:2], n, out.device.type))
