@@ -20,7 +20,6 @@ WIDEST = [(page._gru_out, dict(SLOTS=4, NORM=True, NEW=True)), (page._gru_factor
 OTHERS = [(page._gru_reset, {}), (page._gru_reset_back, {}), (page._lstm_back, dict(HAS=True))]    # on one
 
 
-
 def compiled(kernel, dtype, capability, constants):
     "What ptxas says of a kernel's PTX"
     kinds = {n: 'constexpr' if n in constants else NUMBERS.get(n, f'*{dtype}' if n.isupper() else 'i32')
@@ -28,12 +27,12 @@ def compiled(kernel, dtype, capability, constants):
     made = triton.compile(ASTSource(fn=kernel, signature=kinds, constexprs=constants),
                           target=GPUTarget('cuda', capability, 32),
                           options={'num_warps': 8 if constants['BLOCK'] > 1024 else 4})
-    blackwell = PTXAS/'ptxas-blackwell'
-    ptxas = blackwell if capability >= 100 and blackwell.exists() else PTXAS/'ptxas'
+    newer = PTXAS/'ptxas-blackwell'           # knows the PTX that this Triton writes, and older GPUs too
+    ptxas = newer if newer.exists() else PTXAS/'ptxas'
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder)/'kernel.ptx').write_text(made.asm['ptx'])
-        arch = f"-arch=sm_{capability}{'a' if capability >= 90 else ''}"
-        return subprocess.run([ptxas, '-v', arch, f'{folder}/kernel.ptx', '-o', f'{folder}/kernel.cubin'],
+        arch = re.search(r'\.target (\w+)', made.asm['ptx'])[1]
+        return subprocess.run([ptxas, '-v', f'-arch={arch}', f'{folder}/kernel.ptx', '-o', f'{folder}/kernel.cubin'],
                               capture_output=True, text=True, check=True).stderr
 
 

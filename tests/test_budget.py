@@ -101,7 +101,7 @@ def subject(spec, B, optimizer, precision, frozen=()):
     return model, MAKE[optimizer]([p for p in model.parameters() if p.requires_grad]), model.init_state(B)
 
 
-@pytest.mark.parametrize('config', [*configs(60), *half_frozen(20)],
+@pytest.mark.parametrize('config', [*configs(30), *half_frozen(10)],
                          ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]} {o[5:]}')
 def test_count_is_meter(config):
     "Every phase of the first and of a later step, to the byte"
@@ -118,7 +118,10 @@ def test_count_is_meter(config):
         state, after = after, None
 
 
-@pytest.mark.parametrize('config', [c for c in configs(30) if c[2].n_segments <= 12 and c[2].n_steps <= 37],
+SMALL = [c for c in configs(30) if c[2].n_segments <= 12 and c[2].n_steps <= 37]
+
+
+@pytest.mark.parametrize('config', SMALL[::2],
                          ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]}')
 def test_count_is_shadow(config):
     spec, B, plan, optimizer, precision = config
@@ -131,9 +134,10 @@ def test_count_is_shadow(config):
 
 
 def test_the_grids_are_large_enough():
-    "Each optimizer with each precision, twice by the meter and once by the shadow."
-    assert len({c[3:] for c in configs(60)}) == len({c[3:] for c in configs(30)}) == 30
-    assert len([c for c in configs(30) if c[2].n_segments <= 12 and c[2].n_steps <= 37]) >= 20
+    "Each optimizer with each precision by the meter (test_fuzz_bytes.py has more), each once by the shadow"
+    assert len({c[3:] for c in configs(30)}) == 30
+    assert {c[3] for c in SMALL[::2]} == {c[3] for c in configs(30)}
+    assert {c[4] for c in SMALL[::2]} == {c[4] for c in configs(30)}
     assert {c[2].n_segments for c in configs(30)} >= {1, 2, 3}
     assert any(c[2].n_steps % c[2].seg_len for c in configs(30))
 
@@ -167,7 +171,7 @@ def test_never_below_with_a_state_made_inside():
 
 
 @pytest.mark.parametrize('spec', [GRUSpec(40, 24, 2), GRUSpec(500, 8, 1, norm='state')], ids=str)
-@pytest.mark.parametrize('n_steps', [1, 2, 9, 40])
+@pytest.mark.parametrize('n_steps', [1, 2, 9, 24])
 @pytest.mark.parametrize('how', [{}, dict(precision='bfloat16', device='cuda'), dict(optimizer='sgd')],
                          ids=str)
 def test_no_equal_cut_within_the_limit_is_faster(spec, n_steps, how):
