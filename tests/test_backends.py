@@ -10,6 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from gruckpt.charlm.model import GRULM, GRUSpec
+from gruckpt.charlm.text import Batch
 from gruckpt.engine.cells import GRUCell, LSTMCell
 from gruckpt.engine.convert import convert
 from gruckpt.engine.layer_bytes import LayerBytes, back_of_op
@@ -17,6 +19,8 @@ from gruckpt.engine.recurrent import GRU, LSTM, Recurrent, layers_of
 from gruckpt.engine.scan import plain
 from gruckpt.measure.meter import Meter
 from gruckpt.measure.shadow import NotFollowed, shadow, without_onednn
+from gruckpt.plan.budget import estimate, fit
+from gruckpt.plan.segment import Plan
 
 F64 = torch.float64
 KINDS = {'gru': GRU, 'lstm': LSTM}
@@ -272,3 +276,34 @@ def test_the_report_of_convert_counts_torchs_op(kind, options):
         with Meter() as meter:
             held = rnn(x)
             assert (report.after, len(held)) == (meter.live, 2), more
+
+
+@pytest.mark.parametrize('precision', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('options', [{}, {'n_layers': 1}, {'norm': 'output', 'dropout': .1}])
+def test_a_language_model_by_torchs_op_is_counted_to_the_byte(options, precision):
+    spec = GRUSpec(17, **{'hidden': 24, 'n_layers': 2} | options)
+    model = GRULM(spec)
+    model.rnn.backend = 'torch'
+    for (B, T), K in itertools.product(((4, 64), (3, 5)), (1, 2, 4)):
+        plan, state = Plan.split(T, K), model.init_state(B)
+        batch = Batch(*torch.randint(17, (2, B, T)), fresh=True)
+        model.zero_grad()
+        with Meter(model, batch, state) as meter:
+            mixed = torch.autocast('cpu', torch.bfloat16, enabled=precision != 'float32')
+            with Meter.phase('forward'), mixed:
+                loss, _ = model.loss(batch, state, plan=plan)
+            with Meter.phase('backward'): loss.backward()
+        how = dict(optimizer='sgd', precision=precision, first=True)
+        counted = estimate(spec, B, plan, backend='torch', **how).phases
+        assert meter.phases == {phase: counted[phase] for phase in meter.phases}, (B, T, K)
+
+
+def test_a_plan_for_torchs_op_keeps_states():
+    spec = GRUSpec(17, hidden=24)
+    limit = estimate(spec, 8, Plan(64, 64), backend='torch').total * 2 // 3
+    plan = fit(spec, 8, 64, limit, backend='torch')
+    assert plan.n_segments > 1 and estimate(spec, 8, plan, backend='torch').total <= limit
+    with pytest.raises(ValueError, match="keeps 'hidden' in its layers"):
+        estimate(spec, 8, Plan(64, 16, 'gates'), backend='torch')
+    with pytest.raises(ValueError, match="use 'auto' or 'eager'"):
+        estimate(GRUSpec(17, hidden=24, norm='state'), 8, plan, backend='torch')

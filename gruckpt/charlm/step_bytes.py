@@ -50,6 +50,7 @@ class _Counted:
     frozen:tuple=()   # names of parts that get no gradient
     keep:object=None  # what is kept of the segment; None is `plan.keep`
     device:str='cpu'  # its type, which decides how much is in flight
+    backend:str='auto'    # who runs the layers
 
     @property
     def wide(self) -> int: "Bytes of a number in the loss"; return max(self.item, 4)
@@ -102,7 +103,7 @@ def _layer_bytes(o:_Counted, k:int) -> LayerBytes:
     D, keep = spec.hidden, o.keeps[k]
     return LayerBytes(cell_of(spec), D, D, o.batch, keep, item, item_x, item_w, dropped,
                       bool(k and o.gain), o.trains(f'layer {k - 1}'), o.trains(f'layer {k}'),
-                      bool(k) or o.trains('embedding'), o.device)
+                      bool(k) or o.trains('embedding'), o.device, o.backend)
 
 def _head_bytes(o:_Counted) -> HeadBytes:
     "The head counted; a tied matrix is trained with the embedding"
@@ -274,6 +275,7 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     base = {'states at cuts': i*o.state, 'final states': 2*o.state, 'gradients at states': o.state,
             'losses': 4*o.wide}
     top, hidden = o.layer(L - 1), o.keeps[L - 1] == 'hidden'
+    hidden = hidden * (not top.fused)                                  # torch's op hands over no gates
     waiting = base | {'gates of a chunk': hidden * top.gates(top.chunk(n))}
     found = _head_moments(o, n, waiting, total, copies, name)
     found |= _norm_moment(o, n, waiting, total, copies, name)
@@ -427,6 +429,14 @@ def _groups(o:_Counted) -> list:
     return found + [(0, {'backward: all rounded': rounded})]
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #d9381a40
+def _check_backend(o:_Counted):
+    "ValueError for a backend that the cell has not, or whose record inside a plan has no formula here"
+    later = getattr(o.plan, 'keep_last', None)
+    words = [*o.keeps[:-1], *(keep_each(later, o.spec.n_layers + 1)[:-1] if later else ())]
+    if o.backend == 'torch' and o.above.fused and any(np.any(np.equal(k, 'gates')) for k in words):
+        raise ValueError("a plan for backend='torch' keeps 'hidden' in its layers; what torch's op records "
+                         'is counted for a layer only, see LayerBytes.back; or measure with estimate_any')
+
 def moments_of(
     spec,              # the model's form
     batch:int,         # rows, B
@@ -439,11 +449,13 @@ def moments_of(
     teacher_forcing:float=1.,     # below 1 some inputs are drawn
     sampling:Sampling|None=None,  # how they are; None is `Sampling()`
     device:str='cpu',       # its type
+    backend:str='auto',     # who runs the layers; 'torch' is counted where they keep states
 ) -> dict:             # {'phase: what happens': {term: bytes}}
     "What a step's two passes hold beside weights and optimizer; the peak is the fullest moment's"
     if {'embedding', 'layer 0'} <= set(frozen):
         raise ValueError('a model with embedding and layer 0 frozen is not counted; use estimate_any')
-    o = _Counted(spec, batch, plan, item_w, item, tuple(frozen), device=device)
+    o = _Counted(spec, batch, plan, item_w, item, tuple(frozen), device=device, backend=backend)
+    _check_backend(o)
     drawn, found = None if teacher_forcing == 1 else sampling or Sampling(), {}
     for n, moments in _groups(o):
         if drawn is not None: moments = _taped(o, n, moments)

@@ -177,7 +177,7 @@ def _by_keep(o:LayerBytes, gates, states):
 def _forward_scratch_of_op(o:LayerBytes, n, making_x):
     "`making_x`: what the input needs in the making"
     c, lstm, x = o.chunk(n), o.cell.form == 'lstm', o.copied*o.part(n)
-    waits = (n >= 2*c) * o.cell.n_states
+    waits = np.maximum(n >= 2*c, o.item != o.item_w) * o.cell.n_states     # the state before, or its cast
     once = np.maximum(5*c + 7 - (c == 1), 6*c + 1) if lstm else np.maximum(4*c + 4, 5*c)
     states = waits*o.row + np.maximum(making_x, x + once*o.row)
     return _by_keep(o, np.maximum(making_x - x, (3 + lstm)*n*o.row), states)

@@ -192,6 +192,7 @@ def estimate(
     frozen:tuple=(),             # names of parts in `spec.parts` that are not trained
     teacher_forcing:float=1.,    # below 1 some inputs are drawn, and lie on a tape
     sampling=None,               # how they are drawn, a `Sampling`; None: step by step, the likeliest
+    backend:str='auto',          # who runs the layers; 'torch' is torch's own op, for layers that keep states
 ) -> Ledger:
     "What a training step will hold, without running anything"
     _one_of('optimizer', optimizer, _OPTIMIZERS)
@@ -201,7 +202,7 @@ def estimate(
     item_w, item = _PRECISIONS[precision]
     sizes = _trained(spec, frozen)
     found = spec.moments(batch, plan, item_w, item, frozen, carried=carried, accumulate=accumulate,
-                         teacher_forcing=teacher_forcing, sampling=sampling, device=device)
+                         teacher_forcing=teacher_forcing, sampling=sampling, device=device, backend=backend)
     found |= _update(sizes, found.pop('update: begins'), item_w, optimizer, first, clip)
     always = {'weights': item_w * sum(spec.sizes)}
     if not first: always['optimizer'] = _kept_by(sizes, item_w, optimizer)
@@ -529,7 +530,7 @@ class _Planner:
         self.spec, self.batch, self.n_steps, self.how = spec, batch, n_steps, how
         self.given, self.device = rates, how.get('device', 'cpu')
         self.c = spec.rhythm(batch, self.device)[0]
-        early, late = self.choices = _choices(spec.n_layers, states)
+        early, late = self.choices = _choices(spec.n_layers, states or how.get('backend') == 'torch')
         self.of = {'first': early, 'middle': early, 'last': late, 'only': late}
         self.lines, self.caps_of = cache(lambda role: _lines(self, role)), cache(self._caps_of)
         self.row = lru_cache(64)(lambda *args: _row(self, *args))
