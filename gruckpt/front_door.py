@@ -36,6 +36,10 @@ NAMES = {
     'tft.tiers': 'fit_tier',
     'tft.forecast': 'backtest forecast',
     'tft.forecaster': 'Forecaster',
+    'quant.fake_quant': 'FakeQuant',
+    'quant.prepare': 'calibrate prepare_qat',
+    'quant.integers': 'load_integers to_integers',
+    'quant.export': 'export_onnx',
     'bench.rnn': 'bench_lm bench_rnn',
     'bench.tft': 'bench_tft',
 }    # module → its names at the front
