@@ -32,8 +32,8 @@ def compiled(kernel, dtype, capability, constants):
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder)/'kernel.ptx').write_text(made.asm['ptx'])
         arch = re.search(r'\.target (\w+)', made.asm['ptx'])[1]
-        return subprocess.run([ptxas, '-v', f'-arch={arch}', f'{folder}/kernel.ptx', '-o', f'{folder}/kernel.cubin'],
-                              capture_output=True, text=True, check=True).stderr
+        command = [ptxas, '-v', f'-arch={arch}', f'{folder}/kernel.ptx', '-o', f'{folder}/kernel.cubin']
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 for kernel, given in WIDEST + OTHERS:

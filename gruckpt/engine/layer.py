@@ -78,21 +78,21 @@ MASKS = {}    # type of a device → `(mask, t, out)` that writes what `DropoutM
 def _at_hand(t:torch.Tensor) -> bool: return type(t) is torch.Tensor and t.device.type == 'cpu'
 
 def _draw(mask:'DropoutMask', t:int, out:torch.Tensor) -> torch.Tensor:
-    "`DropoutMask.scale` by Philox in whole numbers: numpy's on a processor, half the time of torch's"
+    "`DropoutMask.scale` by Philox: in numpy's operations on a processor, which take half the time of torch's"
     I, scale = out.shape[-1], 1 / (1 - mask.p)
     out_SRI, n = out.view(len(out), -1, I), -(-I // 8)
     s, r = map(int, _block(*out_SRI.shape[:2], n, out.device.type))
-    room, lib = torch.empty(48 * s*r*n, dtype=torch.uint8, device=out.device), torch
-    if _at_hand(out): room, lib = room.numpy(), np
+    room = torch.empty(48 * s*r*n, dtype=torch.uint8, device=out.device)
+    numbers, lib = (room.numpy(), np) if _at_hand(out) else (room, torch)
     for a, b in product(range(0, out_SRI.shape[0], s), range(0, out_SRI.shape[1], r)):
         part = out_SRI[a:a + s, b:b + r]
         S, R = part.shape[:2]
-        lanes = room[:48 * S*R*n].view(lib.int64).reshape(3, 2, S, R, n)
+        lanes = numbers[:48 * S*R*n].view(lib.int64).reshape(3, 2, S, R, n)
         _counters(mask, mask.start + t + a, b, lanes, lib)
         kept = _kept(mask, lanes, lib)[..., :I]
         if lib is np and part.dtype is torch.float32:
             np.multiply(kept, np.float32(scale), out=part.numpy(), dtype=np.float32)
-        else: part.copy_(torch.as_tensor(kept)).mul_(scale)
+        else: part.copy_(room[32 * S*R*n:40 * S*R*n].view(torch.bool).view(S, R, 8*n)[..., :I]).mul_(scale)
     return out
 
 def mask_scratch(
