@@ -324,7 +324,7 @@ def _one_step(o:_Counted, k:int) -> tuple:
     if not k: return max(o.embedded(1) + max(8*B, o.mixed*at.row), at.row + step), at.row
     below, own = _one_step(o, k - 1)[1], at.copied*at.row
     normed = at.x_normed*max(norm_scratch(at, 1), at.row + B*o.item)
-    dropped = at.dropped*max((1 + at.x_normed)*at.row, mask_scratch(_ahead(o), B, at.n_in, o.device))
+    dropped = at.dropped*(1 + at.x_normed)*at.row
     return max(below + max(normed, dropped, own), own + step), own
 
 def _step_by_step(o:_Counted, drawn:Sampling) -> int:
@@ -337,8 +337,10 @@ def _step_by_step(o:_Counted, drawn:Sampling) -> int:
     left = _one_step(o, L - 1)[1]
     normed = bool(o.gain)*max(norm_scratch(top, 1), top.row + B*o.item)
     predicted = left + max(normed, bool(o.gain)*top.row + logits)
-    stages = max(*(_one_step(o, k)[0] for k in range(L)), predicted)
-    return held + guess + max((T > 1)*logits + stages, logits + _chosen(o, B, drawn))
+    stages = max(predicted, *(_one_step(o, k)[0] for k in range(L)))
+    masks = top.dropped*mask_scratch(_ahead(o), B, D, o.device)          # drawn before a step begins
+    again = (T > _ahead(o))*(guess + logits)
+    return held + max(again + masks, guess + (T > 1)*logits + stages, guess + logits + _chosen(o, B, drawn))
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #f1dc2a09
 def _stretch(o:_Counted, n:int) -> tuple:
