@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import is_fake
 
 from .cells import (NORM_EPS, ONCE, Backend, CellWeights, backend_for, loop, norm_rows,
                                   norm_rows_back)
@@ -83,6 +84,7 @@ def _draw(mask:'DropoutMask', t:int, out:torch.Tensor) -> torch.Tensor:
     out_SRI, n = out.view(len(out), -1, I), -(-I // 8)
     s, r = map(int, _block(*out_SRI.shape[:2], n, out.device.type))
     room = torch.empty(48 * s*r*n, dtype=torch.uint8, device=out.device)
+    if is_fake(out): return out.fill_(1)          # nothing is drawn, and all is allocated
     numbers, lib = (room.numpy(), np) if _at_hand(out) else (room, torch)
     for a, b in product(range(0, out_SRI.shape[0], s), range(0, out_SRI.shape[1], r)):
         part = out_SRI[a:a + s, b:b + r]
