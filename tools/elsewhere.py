@@ -1,10 +1,10 @@
 """All notebooks and the numeric tests under the kernels of other processors, each set in a fresh process.
 
     python tools/elsewhere.py                                # every set; about as long as `make pytest` each
-    python tools/elsewhere.py --only shuffled "one thread"
+    python tools/elsewhere.py --only shuffled "two threads"
     python tools/elsewhere.py tests/test_lm.py -k resume     # what pytest is told instead of the usual files
 
-A set is environment variables that MKL, oneDNN and ATen read when they start. What a set can show depends on
+A set is environment variables that MKL, oneDNN and ATen read when they start. One thread is what `make test` has. What a set can show depends on
 the machine: MKL's are without effect where its processor has no wider ones. `shuffled` shows on every machine
 what another one might: there each matmul sums in an order that its number of rows decides.
 """
@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 ONE = {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1'}
 TWO = {'OMP_NUM_THREADS': '2', 'MKL_NUM_THREADS': '2'}
 KERNELS = {
-    'one thread': ONE,
     'two threads': TWO,
     'AVX2': ONE | {'MKL_ENABLE_INSTRUCTIONS': 'AVX2'},
     'SSE4_2': ONE | {'MKL_ENABLE_INSTRUCTIONS': 'SSE4_2'},
@@ -27,9 +26,9 @@ KERNELS = {
     'plain ATen': ONE | {'ATEN_CPU_CAPABILITY': 'default', 'ONEDNN_MAX_CPU_ISA': 'AVX2'},
     'shuffled': ONE | {'PYTHONPATH': str(ROOT/'tests'/'kernels')},
 }
-# where no number depends on a processor: forms, files, bytes, texts, tables, imports
+# where no number depends on a processor: forms, files, bytes, plans, texts, tables, imports, words of a command
 OTHERS = {'form', 'install', 'files', 'segment', 'schedule', 'budget', 'meter', 'bench', 'text', 'series',
-          'report'}
+          'report', 'plan', 'fuzz_bytes', 'estimate_any', 'cases_tables', 'cases_shell', 'cli', 'gpu'}
 
 # what sees the stand-in itself: the allocator its copies, an import of nothing the torch that it loads
 SEEN = '00_meter or 00_front_door or 03_cli or no_torch or wait_for_torch'
