@@ -4,9 +4,10 @@
     python tools/elsewhere.py --only shuffled "two threads"
     python tools/elsewhere.py tests/test_lm.py -k resume     # what pytest is told instead of the usual files
 
-A set is environment variables that MKL, oneDNN and ATen read when they start. One thread is what `make test` has. What a set can show depends on
-the machine: MKL's are without effect where its processor has no wider ones. `shuffled` shows on every machine
-what another one might: there each matmul sums in an order that its number of rows decides.
+A set is environment variables that MKL, oneDNN and ATen read when they start; one thread is what `make test`
+has. What a set can show depends on the machine: MKL's are without effect where its processor has no wider ones.
+`shuffled` shows on every machine what another one might: there each matmul sums in an order that its number of
+rows decides.
 """
 import argparse
 import os
