@@ -5,9 +5,9 @@
     python tools/elsewhere.py tests/test_lm.py -k resume     # what pytest is told instead of the usual files
 
 A set is environment variables that MKL, oneDNN and ATen read when they start; one thread is what `make test`
-has. What a set can show depends on the machine: MKL's are without effect where its processor has no wider ones.
-`shuffled` shows on every machine what another one might: there each matmul sums in an order that its number of
-rows decides.
+has. What a set can show depends on the machine: MKL's are without effect where its processor has no wider
+ones. `shuffled` shows on every machine what another one might: there each matmul sums in an order that its
+number of rows decides.
 """
 import argparse
 import os
@@ -27,7 +27,7 @@ KERNELS = {
     'plain ATen': ONE | {'ATEN_CPU_CAPABILITY': 'default', 'ONEDNN_MAX_CPU_ISA': 'AVX2'},
     'shuffled': ONE | {'PYTHONPATH': str(ROOT/'tests'/'kernels')},
 }
-# where no number depends on a processor: forms, files, bytes, plans, texts, tables, imports, words of a command
+# where no number depends on a processor: forms, files, bytes, plans, texts, tables, words of a command
 OTHERS = {'form', 'install', 'files', 'segment', 'schedule', 'budget', 'meter', 'bench', 'text', 'series',
           'report', 'plan', 'fuzz_bytes', 'estimate_any', 'cases_tables', 'cases_shell', 'cli', 'gpu'}
 
