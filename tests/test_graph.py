@@ -338,7 +338,8 @@ def test_launches_of_a_step_of_v3a(count):
     assert launches['triton', 3] - launches['triton', 2] == L*(4*(2*K - 1) + 4*K) == 564
     assert launches['eager', 3] - launches['eager', 2] == L*(12*(2*K - 1) + 13*K) == 1740
     assert launches['graph+triton', 3] == launches['graph+triton', 2] == at['graph+triton'] <= 3_000
-    assert at['triton'] <= 20_000 and at['eager'] <= 60_000          # 72,700 where a chunk had four steps
+    # 72,700 where a chunk had four steps; tutorials/gpu tells these
+    assert at == {'eager': 58_326, 'triton': 19_797, 'graph+triton': 2_148}
     replays = count(training_step('graph+triton', 2, K))['replay']
     assert replays == L*(2*K - 1 + K)                                # a pass of a segment and layer is one
 
