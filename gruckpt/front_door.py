@@ -14,7 +14,8 @@ NAMES = {
     'measure.meter': 'Meter gpu_state human nbytes parse_bytes timed',
     'measure.shadow': 'shadow',
     'plan.segment': 'Plan cut_frontier lower_bound replay',
-    'plan.budget': 'Card DoesNotFit GPUS Ledger Rates estimate estimate_any fit frontier max_batch what_fits',
+    'plan.budget': 'Card DoesNotFit GPUS Ledger Rates estimate estimate_any fit frontier max_batch '
+                   'max_length what_fits',
     'engine.scan': 'is_plain plain scan_segments',
     'engine.recurrent': 'GRU LSTM Recurrent',
     'engine.convert': 'Conversion convert revert',

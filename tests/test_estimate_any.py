@@ -1,12 +1,14 @@
-"""`estimate_any` against a meter on small models of the kinds that packages hold."""
+"""`estimate_any` against a meter on small models of the kinds that packages hold, and what fits of them."""
 import torch
 import pytest
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, rnn
 
-from gruckpt.plan.budget import estimate_any
-from gruckpt.measure.meter import Meter, nbytes
+from gruckpt.charlm.model import GRUSpec
+from gruckpt.engine.convert import convert
+from gruckpt.plan.budget import estimate_any, fit, max_batch, max_length, what_fits
+from gruckpt.measure.meter import Meter, nbytes, parse_bytes
 from gruckpt.measure.shadow import NotFollowed, shadow
 
 MAKE = {'sgd': lambda ps: torch.optim.SGD(ps, lr=.1), 'adamw': lambda ps: torch.optim.AdamW(ps, fused=True),
@@ -181,3 +183,103 @@ def test_views_written_in_place_are_followed(fn):
     dark = shadow(step, w, x)
     with Meter() as meter: step(w, x)
     assert dark.phases == meter.phases and dark.peak == meter.peak
+
+
+# ---- the largest that fits ----
+
+class Small(Tagger):
+    "One layer of it"
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(12, 12, batch_first=True)
+
+
+def ids_of(batch, n_steps): return torch.randint(30, (batch, n_steps))
+
+
+def packed_of(batch, n_steps): return ids_of(batch, n_steps), torch.full((batch,), n_steps)
+
+
+def total(model, batch): return int(estimate_any(model, batch, loss, run=True).total)
+
+
+@pytest.mark.filterwarnings('ignore:.*nested')
+@pytest.mark.parametrize('kind, make, limit', [
+    (Small, ids_of, '60KiB'), (Packed, packed_of, '80KiB'), ('converted', ids_of, '50KiB'),
+    ('attention', lambda b, t: torch.randn(b, t, 8), '120KiB')])
+def test_the_answer_fits_and_one_more_does_not(kind, make, limit):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) if kind == 'attention' else None
+    model = model or (Small if kind == 'converted' else kind)()
+    if kind == 'converted': convert(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    most = parse_bytes(limit)
+    n = max_length(model, make, loss, limit, batch=2)
+    assert total(model, make(2, n)) <= most < total(model, make(2, n + 1)) and n > 8
+    n = max_batch(model, make, loss, most, n_steps=6)
+    assert total(model, make(n, 6)) <= most < total(model, make(n + 1, 6)) and n > 1
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_fits_of_a_model_is_both_answers():
+    torch.manual_seed(0)
+    model, how = Small(), dict(optimizer='sgd')
+    frame = what_fits(model, ids_of, loss, '30KiB', batch=2, n_steps=6, **how)
+    assert frame.largest['batch'] == max_batch(model, ids_of, loss, '30KiB', n_steps=6, **how)
+    assert frame.largest['steps'] == max_length(model, ids_of, loss, '30KiB', batch=2, **how)
+    assert (frame.bytes <= 30 * 1024).all() and (frame['of one more'] > 30 * 1024).all()
+    assert frame.counted.all()
+    bound = what_fits(model, ids_of, loss, '30KiB', batch=2, n_steps=6, most={'batch': 3, 'steps': 1}, **how)
+    assert list(bound.largest) == [3, 1]
+    none = what_fits(model, ids_of, loss, '1KiB', batch=2, n_steps=6, **how)
+    assert list(none.largest) == [0, 0] and (none['of one more'] > 1024).all()
+
+
+def test_a_model_on_meta_and_a_count_that_would_take_too_long():
+    torch.manual_seed(0)
+    here = Small()
+    with torch.device('meta'): on_meta = Small()
+    want = max_length(here, ids_of, loss, '60KiB', batch=2, optimizer='sgd')
+    assert max_length(on_meta, ids_of, loss, '60KiB', batch=2, optimizer='sgd') == want
+    with pytest.warns(UserWarning, match=r'steps \d+ is not counted, .* through steps \[8, 16\]'):
+        found = max_length(here, ids_of, loss, '60KiB', batch=2, optimizer='sgd', seconds=0.)
+    assert found == want                                      # an LSTM's bytes lie on the line
+    with pytest.warns(UserWarning):
+        frame = what_fits(here, ids_of, loss, '60KiB', 2, 1, optimizer='sgd', seconds=0.)
+    assert not frame.counted.any() and (frame.bytes <= 60 * 1024).all()
+
+
+class Still(nn.Module):
+    "Nothing of it grows with the batch"
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64))
+    def forward(self, n): return self.w * n
+
+
+@pytest.mark.parametrize('ask, said', [
+    (lambda m: max_length(m, 3, loss, 9), 'make_batch must be a function'),
+    (lambda m: max_length(m, lambda n: n, loss, 9), r'make_batch must take \(batch, n_steps\)'),
+    (lambda m: max_batch(m, ids_of, None, 9), 'loss must be a function of'),
+    (lambda m: max_batch(m, ids_of, loss, 9, n_steps=0), 'n_steps must be an integer of at least 1, got 0'),
+    (lambda m: max_length(m, ids_of, loss, 9, batch=2.), 'batch must be an integer of at least 1, got 2.0'),
+    (lambda m: max_length(m, ids_of, loss, 'a lot'), "'8GiB'.*got 'a lot'"),
+    (lambda m: max_batch(m, ids_of, loss, 9, most=0), 'most must be None or an integer of at least 1'),
+    (lambda m: what_fits(m, ids_of, loss, 9, most={'hidden': 3}), 'most of a model may name batch and steps'),
+    (lambda m: max_batch(nn.Tanh(), ids_of, loss, 9), 'no parameter that requires a gradient'),
+    (lambda m: max_batch(Still(), lambda b, t: b, loss, 10**6, 1), 'do not grow .*: give `most`'),
+    (lambda m: max_batch(3, 9, 9), 'a spec such as GRUSpec, or an nn.Module, got int'),
+    (lambda m: max_length('x', 9, 9), 'a spec such as GRUSpec, or an nn.Module, got str'),
+    (lambda m: what_fits(None, 9), 'a spec such as GRUSpec, or an nn.Module, got NoneType')])
+def test_wrong_questions_are_one_line(ask, said):
+    with pytest.raises(ValueError, match=said) as e: ask(Small())
+    assert '\n' not in str(e.value)
+
+
+def test_a_spec_has_a_longest_window_too():
+    spec = GRUSpec(vocab_size=30, hidden=16)
+    n = max_length(spec, 2, '1MiB')
+    assert n == what_fits(spec, '1MiB', 2, 8)['any cut']['steps'] and max_length(spec, 2, '1MiB', most=7) == 7
+    assert fit(spec, 2, n, '1MiB')
+    with pytest.raises(ValueError, match='no plan'): fit(spec, 2, n + 1, '1MiB')

@@ -4,17 +4,20 @@
 
 # %% auto #0
 __all__ = ['GPUS', 'RATES', 'Ledger', 'estimate', 'Card', 'card_named', 'limit_bytes', 'Rates', 'clock_of', 'seconds_of', 'fit',
-           'DoesNotFit', 'smaller_batch', 'frontier', 'max_batch', 'what_fits', 'estimate_any']
+           'DoesNotFit', 'smaller_batch', 'frontier', 'max_batch', 'max_length', 'what_fits', 'estimate_any',
+           'max_length_of_model', 'max_batch_of_model', 'what_fits_of_model']
 
 # %% ../../nbs/plan/01_budget.ipynb #12168935
 import copy
+import inspect
 import os
 import re
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field, replace
-from functools import cache, cached_property, lru_cache, partial, reduce
+from functools import cache, cached_property, lru_cache, partial, reduce, singledispatch
 from itertools import count
 from pathlib import Path
 from time import perf_counter, process_time
@@ -22,6 +25,7 @@ from time import perf_counter, process_time
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 
 from ..measure.meter import Meter, human, nbytes, parse_bytes
 from ..measure.shadow import NotFollowed, add_hooks, hooks_of, shadow, without_onednn
@@ -940,6 +944,7 @@ def frontier(
                           'twice': p.n_extra, 'plan': p} for b, s, p in sorted(rows, key=lambda r: r[0])])
 
 # %% ../../nbs/plan/01_budget.ipynb #64810904
+@singledispatch
 def max_batch(
     spec,                # has `sizes` and `moments`
     n_steps:int,         # time steps, T
@@ -948,12 +953,32 @@ def max_batch(
     *, most:int|None=None, # rows that there are; None: as many as fit
     **how,               # as for `estimate`
 ) -> int:                # no larger batch fits, or is there; 0 if none fits
-    "The largest batch that fits"
+    "The largest batch that fits; of any `nn.Module`: `max_batch_of_model`"
+    _check_spec('max_batch', spec)
     limit = limit_bytes(limit, **how)
     _check_most({'batch': most})
     device = how.get('device', 'cpu')
     if plan is None: return _largest_batch(lambda b: _fits(spec, b, n_steps, limit, **how), most, device)
     return _largest_batch(lambda b: estimate(spec, b, plan, **how).total <= limit, most, device)
+
+@singledispatch
+def max_length(
+    spec,                # as for `max_batch`
+    batch:int,           # rows, B
+    limit,               # bytes, text, or a card's name
+    *, most:int|None=None, # steps that there are; None: as many as fit
+    **how,               # as for `estimate`
+) -> int:                # no longer window fits, or is there; 0 if none fits
+    "The largest number of steps for which a plan fits; of any `nn.Module`: `max_length_of_model`"
+    _check_spec('max_length', spec)
+    limit = limit_bytes(limit, **how)
+    _check_most({'steps': most})
+    return _largest(lambda n: _fits(spec, batch, n, limit, **how), 1, most)
+
+def _check_spec(asked:str, spec):
+    "Raise unless this is a description of a model, such as GRUSpec"
+    if not hasattr(spec, 'moments'):
+        raise ValueError(f'{asked} takes a spec such as GRUSpec, or an nn.Module, got {type(spec).__name__}')
 
 def _check_most(most:dict) -> None:
     "Raise unless these are largest sizes by name"
@@ -963,6 +988,7 @@ def _check_most(most:dict) -> None:
             raise ValueError(f'most must be None or an integer of at least 1 ({name}), got {n!r}')
 
 # %% ../../nbs/plan/01_budget.ipynb #67b01dc7
+@singledispatch
 def what_fits(
     spec,            # has `sizes` and `moments`
     limit,           # bytes, text, or a card's name
@@ -972,7 +998,9 @@ def what_fits(
     **how,           # as for `estimate`
 ) -> pd.DataFrame:   # rows batch, steps, hidden, n_layers; a column a family of plans, and `times`
     """The largest batch, length, width and depth, each with the others fixed, for every family of plans;
-    `times` is the time of the largest of any cut over that of the same size uncut, gates kept"""
+    `times` is the time of the largest of any cut over that of the same size uncut, gates kept.
+    Of any `nn.Module`: `what_fits_of_model`"""
+    _check_spec('what_fits', spec)
     limit, most = limit_bytes(limit, **how), most or {}
     _check_most(most)
     def uncut(keep):
@@ -999,14 +1027,18 @@ def estimate_any(
     loss:Callable,       # `loss(model, batch) -> number`
     optimizer=torch.optim.AdamW,     # makes one from parameters; or a name as for `estimate`
     *, precision:str|None=None,      # as for `estimate`; None: as model and loss are
+    run:bool=False,      # run copies for real, in memory that is free: quicker for a small model
 ) -> Ledger:             # its `note` says how it was found, if not from a shadow
     "What a later training step of any model will hold, from its shadow, else from a run"
     make = _maker(optimizer)
     arithmetic = _arithmetic(model, precision)
     held = {'weights and buffers': nbytes(model), 'batch': nbytes(batch)}
     args, note = (model, batch, loss, make, arithmetic), ''
-    try: found = shadow(_two_steps, *args)
-    except NotFollowed as e: found, note = _run_for_real(*args, e), f'run for real, since {e}'
+    try: found = _run_for_real(*args, NotFollowed('it was asked for')) if run else shadow(_two_steps, *args)
+    except NotFollowed as e:
+        if run: raise
+        found, note = _run_for_real(*args, e), f'run for real, since {e}'
+    if run: note = 'run for real, as asked'
     beyond = 'gradients, optimizer, activations'
     return Ledger({f'{phase}: fullest': held | {beyond: n} for phase, n in found.phases.items()}, note=note)
 
@@ -1060,3 +1092,164 @@ def _run_for_real(model, batch, loss, make, arithmetic, why:NotFollowed) -> Mete
             add_hooks(new, hooks_of(old))
         with Meter(limit=room) as meter: _two_steps(model, batch, loss, make, arithmetic)
     return meter
+
+# %% ../../nbs/plan/01_budget.ipynb #5e1f0a04
+def _line(
+    phases:dict,   # size → bytes of each phase
+    low:int,       # largest size that fits, of those counted; 0 for none
+    high:int|None, # smallest that does not; None for none
+) -> Callable:     # size → bytes at the peak
+    "A straight line for each phase, through the two counted sizes nearest to the limit"
+    sizes = sorted(phases)
+    if high not in phases: a, b = sizes[-2:]
+    elif low not in phases: a, b = sizes[:2]
+    else: a, b = low, high
+    ends = [(phases[a][p], phases[b][p] - phases[a][p]) for p in phases[a]]
+    return lambda n: max(at_a - -(rise*(n - a)) // (b - a) for at_a, rise in ends)
+
+def _meets(line:Callable, limit:int, low:int, end:int|None) -> int:
+    "The largest size, from `low` to `end`, that a line fits"
+    return _largest(lambda n: line(n) <= limit, low + 1, end)
+
+_START = 8     # size counted first
+_GROWTH = 8    # so many times the largest size counted, unless the line has foretold that one
+
+def _next_size(phases:dict, low:int, high:int|None, limit:int, sure:bool) -> int:
+    "The size to count next: the largest that should fit, or the first that should not"
+    if len(phases) == 1: return min(2*low, high - 1 if high else 2*low) if low else high // 2
+    end = high - 1 if high else None
+    if not sure and high not in phases: end = min(_GROWTH * max(phases), end or 2**62)
+    return max(_meets(_line(phases, low, high), limit, low, end), low + 1)
+
+# %% ../../nbs/plan/01_budget.ipynb #5e1f0a06
+@dataclass(frozen=True)
+class _Solved:
+    "The largest size, and the bytes of each phase by size: of those counted, or as a line has them"
+    n:int
+    phases:dict
+    line:Callable|None=None
+    def bytes(self, n:int) -> int: return max(self.phases[n].values()) if n in self.phases else self.line(n)
+
+def _solve(
+    count:Callable,   # size → bytes of each phase, and seconds that it took
+    limit:int,        # bytes
+    most:int|None,    # largest size; None: as many as fit
+    seconds:float,    # that one count may take; if it would take more, the answer is the line's
+) -> _Solved:         # n fits and n + 1 does not, or is more than `most`
+    "Count two small sizes, then where the line through them meets the limit, until it does"
+    low, high, phases = 0, most and most + 1, {}
+    n, sure, took = min(_START, most or _START), False, 0.
+    while high is None or high - low > 1:
+        if len(phases) > 1:
+            line, turns = _line(phases, low, high), len(phases)
+            n = _next_size(phases, low, high, limit, sure)
+            if low in phases and high in phases and turns % 4 == 3: n = (low + high) // 2
+            if n > max(phases) and took * n > seconds:
+                return _Solved(_meets(line, limit, low, high - 1 if high else None), phases, line)
+        elif phases: n = _next_size(phases, low, high, limit, sure)
+        foretold = line(n) if len(phases) > 1 else None
+        phases[n], spent = count(n)
+        peak, took = max(phases[n].values()), spent / n
+        sure = peak == foretold
+        low, high = (n, high) if peak <= limit else (low, n)
+    return _Solved(low, phases)
+
+# %% ../../nbs/plan/01_budget.ipynb #5e1f0a08
+def _count_of(model, make:Callable, loss:Callable, optimizer, precision:str|None) -> Callable:
+    "Size → bytes of each phase in a step of it, and seconds; of a shadow and a run, which agree, the quicker"
+    here = all(t.device.type == 'cpu' for t in (*model.parameters(), *model.buffers()))
+    rates, each = {}, []                           # seconds for a step or row, by way; bytes of each
+    def count(n):
+        start, batch = perf_counter(), make(n)
+        run = here and bool(each) and 4*n*max(each) < _free() and rates.get(True, 0) <= rates[False]
+        ledger = estimate_any(model, batch, loss, optimizer, precision=precision, run=run)
+        spent = perf_counter() - start
+        rates[run] = spent / n
+        each.append(int(ledger.peak) // n + 1)
+        return {p: int(b) for p, b in ledger.phases.items()}, spent
+    return count
+
+def _check_asked(model, make_batch:Callable, loss:Callable, **sizes):
+    "Raise for wrong arguments, before anything is counted"
+    if not callable(make_batch): raise ValueError(f'make_batch must be a function, got {make_batch!r}')
+    if not callable(loss): raise ValueError(f'loss must be a function of (model, batch), got {loss!r}')
+    try: inspect.signature(make_batch).bind(1, 1)
+    except TypeError as e:
+        raise ValueError(f'make_batch must take (batch, n_steps), two integers: {e}') from e
+    for name, n in sizes.items():
+        if type(n) is not int or n < 1:
+            raise ValueError(f'{name} must be an integer of at least 1, got {n!r}')
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError('the model has no parameter that requires a gradient: nothing of it is trained')
+
+def _solve_model(name:str, model, make:Callable, loss, limit, most, optimizer, precision, seconds) -> _Solved:
+    "As `_solve`; warns where the answer is not counted"
+    _check_most({name: most})
+    found = _solve(_count_of(model, make, loss, optimizer, precision), limit_bytes(limit), most, seconds)
+    if found.line is not None:
+        warnings.warn(f'{name} {found.n} is not counted, since that would take more than {seconds:g} s: it '
+                      f'extends the line through {name} {sorted(found.phases)}', stacklevel=4)
+    return found
+
+# %% ../../nbs/plan/01_budget.ipynb #5e1f0a10
+@max_length.register
+def max_length_of_model(
+    model:nn.Module,     # on cpu or meta; nothing of it changes
+    make_batch:Callable, # `make_batch(batch, n_steps) -> batch`, what `loss` takes
+    loss:Callable,       # `loss(model, batch) -> number`
+    limit,               # bytes, text, a card's name, or 'auto'
+    batch:int=64,        # rows, B
+    *, most:int|None=None, # steps that there are; None: as many as fit
+    optimizer=torch.optim.AdamW, # as for `estimate_any`
+    precision:str|None=None, # as for `estimate_any`
+    seconds:float=60.,   # that one count may take; where it would take more, a warning says so
+) -> int:                # its step fits, and that of one more does not; 0 if none fits
+    "`max_length(model, ...)`: the longest window whose training step fits, as a CPU holds it"
+    _check_asked(model, make_batch, loss, batch=batch)
+    def make(n): return make_batch(batch, n)
+    return _solve_model('steps', model, make, loss, limit, most, optimizer, precision, seconds).n
+
+@max_batch.register
+def max_batch_of_model(
+    model:nn.Module,     # as for `max_length_of_model`, and so are the others
+    make_batch:Callable, # `make_batch(batch, n_steps) -> batch`
+    loss:Callable,       # `loss(model, batch) -> number`
+    limit,               # bytes, text, a card's name, or 'auto'
+    n_steps:int=512,     # time steps, T
+    *, most:int|None=None, # rows that there are; None: as many as fit
+    optimizer=torch.optim.AdamW, # as for `estimate_any`
+    precision:str|None=None, # as for `estimate_any`
+    seconds:float=60.,   # that one count may take
+) -> int:                # its step fits, and that of one more does not; 0 if none fits
+    "`max_batch(model, ...)`: the largest batch whose training step fits, as a CPU holds it"
+    _check_asked(model, make_batch, loss, n_steps=n_steps)
+    def make(n): return make_batch(n, n_steps)
+    return _solve_model('batch', model, make, loss, limit, most, optimizer, precision, seconds).n
+
+# %% ../../nbs/plan/01_budget.ipynb #5e1f0a15
+@what_fits.register
+def what_fits_of_model(
+    model:nn.Module,     # as for `max_length_of_model`, and so are the others
+    make_batch:Callable, # `make_batch(batch, n_steps) -> batch`
+    loss:Callable,       # `loss(model, batch) -> number`
+    limit,               # bytes, text, a card's name, or 'auto'
+    batch:int=64,        # rows, where the batch is not what is asked for
+    n_steps:int=512,     # time steps, where the length is not
+    *, most:dict|None=None, # largest values to look at: {'batch': 4096, 'steps': 100_000}
+    optimizer=torch.optim.AdamW, # as for `estimate_any`
+    precision:str|None=None, # as for `estimate_any`
+    seconds:float=60.,   # that one count may take
+) -> pd.DataFrame:       # rows batch, steps; columns largest, bytes, of one more, counted (or a line's)
+    "`what_fits(model, ...)`: the largest batch and length, each with the other fixed, and their bytes"
+    _check_asked(model, make_batch, loss, batch=batch, n_steps=n_steps)
+    _check_most(most := most or {})
+    if other := most.keys() - {'batch', 'steps'}:
+        raise ValueError(f'most of a model may name batch and steps, got {", ".join(sorted(other))}')
+    makers, rows = {'batch': lambda n: make_batch(n, n_steps), 'steps': lambda n: make_batch(batch, n)}, {}
+    for name, make in makers.items():
+        o = _solve_model(name, model, make, loss, limit, most.get(name), optimizer, precision, seconds)
+        known = [n for n in (o.n, o.n + 1) if n in o.phases or o.line]
+        sizes = {n: o.bytes(n) for n in known}
+        rows[name] = {'largest': o.n, 'bytes': sizes.get(o.n), 'of one more': sizes.get(o.n + 1),
+                      'counted': o.line is None}
+    return pd.DataFrame(rows).T
