@@ -1,0 +1,44 @@
+"""Every command that index.ipynb, and so README.md, shows runs as printed."""
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gruckpt.commands.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+CELLS = json.loads((ROOT/'nbs'/'index.ipynb').read_text(encoding='utf-8'))['cells']
+PROSE = '\n\n'.join(''.join(c['source']) for c in CELLS if c['cell_type'] == 'markdown')
+SHELL = re.sub(r'\\\n\s*', '', '\n'.join(re.findall(r'^```sh\n(.*?)^```$', PROSE, re.M | re.S)))
+COMMANDS = [shlex.split(line) for line in SHELL.splitlines() if line.strip()]
+
+
+def of(program): return [words[1:] for words in COMMANDS if words[0] == program]
+
+
+def test_each_gruckpt_command_runs_as_printed(tmp_path, monkeypatch, capsys):
+    "In the order of the page; the second reads what the first wrote, all others files of the checkout."
+    monkeypatch.chdir(tmp_path)
+    asked = of('gruckpt')
+    assert {args[0] for args in asked} == {'train-lm', 'generate', 'budget', 'train-tft'}
+    for args in asked:
+        for name in filter(lambda o: (ROOT/o).is_file(), args):
+            (tmp_path/name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT/name, tmp_path/name)
+        assert main(args) == 0, (args, capsys.readouterr())
+    assert {f.name for f in (tmp_path/'runs').iterdir()} == {'lm', 'tft'}
+
+
+def test_only_what_is_there_is_installed_and_made():
+    assert {words[0] for words in COMMANDS} <= {'gruckpt', 'pip', 'make'}
+    assert of('pip') == [['install', 'torch>=2.10'], ['install', '.']]
+    targets = set(re.findall(r'^([a-z-]+):.*## ', (ROOT/'Makefile').read_text(encoding='utf-8'), re.M))
+    made = set(re.findall(r'`make ([a-z-]+)`', PROSE))
+    assert made and made <= targets, made - targets
+
+
+@pytest.mark.parametrize('name', sorted(set(re.findall(r'`((?:tools|tests|nbs)/[\w./]+)`', PROSE))))
+def test_files_that_it_names_are_there(name): assert (ROOT/name).exists()
