@@ -1,4 +1,7 @@
-"""Options of the notebook bridge, test_notebooks.py."""
+"""Options of the notebook bridge, test_notebooks.py, and what Triton reads when it is first imported."""
+import os
+
+os.environ.setdefault('TRITON_INTERPRET', '1')     # other packages may import it before a test does
 
 
 def pytest_addoption(parser):

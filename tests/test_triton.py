@@ -16,7 +16,6 @@ from gruckpt.engine.layer_bytes import LayerBytes
 from gruckpt.engine.recurrent import layers_of
 from gruckpt.measure.meter import Launches
 
-os.environ.setdefault('TRITON_INTERPRET', '1')     # read where kernels are defined, by the page's first use
 pytest.importorskip('triton', reason="Triton is not installed; pip install 'gruckpt[triton]'")
 
 CELLS = [*(GRUCell(reset, norm) for reset in ('after', 'before') for norm in (None, 'rms')), LSTMCell()]
