@@ -509,7 +509,8 @@ def _put_out_back(y:torch.Tensor, gain, dout, total):
 def _segment_backward(run, i:int, x, dout, dx, state:list, kept, weights:tuple, dstate:list, sums:tuple):
     "Walk back over segment i, on what is kept of it, or after running it again"
     jobs, (layers, gain), flat = run.at(i, False), weights, iter(kept or ())
-    record = [] if kept else _stack_forward(jobs, x, state, layers, False)[2]
+    with torch.enable_grad():     # nothing asks for one; `certify` knows by it that operations run again
+        record = [] if kept else _stack_forward(jobs, x, state, layers, False)[2]
     for job in jobs if kept else ():
         states, gates = [next(flat) for _ in state], next(flat)
         record.append((x, states, gates))
@@ -546,7 +547,8 @@ class StackNode(torch.autograd.Function):
     def backward(ctx, dout, *dstate):
         "Gradients of the same, None where nobody wants one"
         refuse_second_backward(dout, *dstate)
-        run, (x, *rest), n = ctx.run, ctx.saved_tensors, len(ctx.slots)
+        run, n = ctx.run, len(ctx.slots)
+        x, *rest = [t if t is None else t.detach() for t in ctx.saved_tensors]
         refuse_other_data(ctx.marks)
         w, rest, m = rest[:n], rest[n:], run.n_states
         cuts, kept = [rest[m*i:m*i + m] for i in range(len(run.cuts))], rest[m*len(run.cuts):]
