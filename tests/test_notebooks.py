@@ -8,6 +8,8 @@ With --nb-package the exported cells are not run: their names come from the inst
 the notebook exercise the file that users get, coverage sees it, and a stale export fails.
 """
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -19,6 +21,9 @@ from nbdev.doclinks import nbglob
 from nbdev.frontmatter import FrontmatterProc
 from nbdev.process import NBProcessor
 
+from gruckpt.engine.cells import BACKENDS, CELLS
+from gruckpt.engine.layer import MASKS
+
 CFG = get_config(path=Path(__file__).resolve().parent.parent)
 NBS = sorted(Path(o) for o in nbglob(CFG.nbs_path))
 EXPORTS = {'export', 'exports', 'exporti'}
@@ -29,7 +34,13 @@ def clean_process(monkeypatch):
     "What one notebook changes for its process is put back before the next."
     monkeypatch.setenv('IN_TEST', '1')
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    for name in ['mingru', 'graph'] + ['triton'] * (find_spec('triton') is not None):
+        import_module(f'gruckpt.engine.{name}')            # what they register is the package's, not a page's
+    registered = [(o, dict(o)) for o in (CELLS, MASKS, BACKENDS, *BACKENDS.values())]
     yield
+    for o, was in registered:
+        o.clear()
+        o.update(was)
     torch.set_default_dtype(dtype)
     torch.set_num_threads(threads)
     plt.close('all')

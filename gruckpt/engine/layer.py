@@ -78,13 +78,17 @@ MASKS = {}    # type of a device → `(mask, t, out)` that writes what `DropoutM
 
 def _at_hand(t:torch.Tensor) -> bool: return type(t) is torch.Tensor and t.device.type == 'cpu'
 
+def _without_numbers(t:torch.Tensor) -> bool:
+    "Is a tensor only counted? One that torch.export follows is not"
+    return (is_fake(t) or getattr(t, 'is_hollow', False)) and not torch.compiler.is_exporting()
+
 def _draw(mask:'DropoutMask', t:int, out:torch.Tensor) -> torch.Tensor:
     "`DropoutMask.scale` by Philox: in numpy's operations on a processor, which take half the time of torch's"
     I, scale = out.shape[-1], 1 / (1 - mask.p)
     out_SRI, n = out.view(len(out), -1, I), -(-I // 8)
     s, r = map(int, _block(*out_SRI.shape[:2], n, out.device.type))
     room = torch.empty(48 * s*r*n, dtype=torch.uint8, device=out.device)
-    if is_fake(out): return out.fill_(1)          # nothing is drawn, and all is allocated
+    if _without_numbers(out): return out.fill_(1)          # nothing to draw, and all is allocated
     numbers, lib = (room.numpy(), np) if _at_hand(out) else (room, torch)
     for a, b in product(range(0, out_SRI.shape[0], s), range(0, out_SRI.shape[1], r)):
         part = out_SRI[a:a + s, b:b + r]

@@ -63,6 +63,8 @@ class _Held:
 # %% ../../nbs/tft/06_tiers.ipynb #40a3aec0
 class _Hollow(torch.Tensor):
     "A CPU's tensor with a form and no numbers"
+    is_hollow = True
+
     @staticmethod
     def __new__(cls, form:_Form, held:_Held|None, requires_grad:bool=False):
         out = torch.Tensor._make_wrapper_subclass(cls, form.shape, strides=form.strides, dtype=form.dtype,
