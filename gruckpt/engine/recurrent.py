@@ -428,9 +428,8 @@ def _steps_once(rnn:_Recurrent, read:dict, x, states:list, seed) -> bool:
     if len(x) > 1 or seed is not None or rnn.bidirectional or is_plain(): return False
     if rnn._read_only_output or not has_torch_twin(rnn): return False    # bytes are counted the general way
     if rnn.backend in PAGES: return False                      # a step goes through the desk of who was asked
-    known = rnn.cell in (LSTMCell(), GRUCell())
     same = all(t.dtype == x.dtype for t in (_weight_of(read), *states))
-    return known and rnn.norm is None and same and not torch.is_autocast_enabled(x.device.type)
+    return same and not torch.is_autocast_enabled(x.device.type)
 
 def _step_once(rnn:_Recurrent, read:dict, x, states:list):
     "What `_run` returns, for one step"
