@@ -381,6 +381,19 @@ def plain_layer(
     return [out, *final]
 
 # %% ../../nbs/engine/03_layer.ipynb #9b2f8f7e
+def _put_out(y:torch.Tensor, gain, out:torch.Tensor):
+    "Write what the top layer puts out, normed if there is a gain"
+    if gain is None: out.copy_(y)
+    else:
+        for a, b in chunks_of(y): norm_rows(y[a:b], gain, out=out[a:b])
+
+def _put_out_back(y:torch.Tensor, gain, dout, total):
+    "The gradient at what the top layer puts out; the gain's is added to `total`"
+    if gain is None or dout is None: return dout
+    dy = dout.clone(memory_format=torch.contiguous_format)
+    for a, b in chunks_of(y): norm_rows_back(y[a:b].flatten(0, 1), gain, dy[a:b].flatten(0, 1), total)
+    return dy
+
 class NormNode(torch.autograd.Function):
     "RMSNorm of what a stack puts out, T x B x D; keeps what came in, which the layer below has kept anyway"
     @staticmethod
@@ -391,7 +404,7 @@ class NormNode(torch.autograd.Function):
         ctx.save_for_backward(x, gain)
         w = cast_weight(gain, x.dtype, *ctx.slots)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for a, b in chunks_of(x): norm_rows(x[a:b], w, out=y[a:b])
+        _put_out(x, w, y)
         return y
 
     @staticmethod
@@ -400,9 +413,7 @@ class NormNode(torch.autograd.Function):
         refuse_second_backward(dy)
         x, gain = ctx.saved_tensors
         w, sums = cast_weight(gain, x.dtype, *ctx.slots), gradient_sums(ctx, [gain])
-        dx = dy.clone(memory_format=torch.contiguous_format)
-        for a, b in chunks_of(x):
-            norm_rows_back(x[a:b].flatten(0, 1), w, dx[a:b].flatten(0, 1), *sums)
+        dx = _put_out_back(x, w, dy, *sums)
         return dx if ctx.needs_input_grad[0] else None, *own_gradients(ctx, sums, [gain])
 
     @staticmethod
@@ -495,19 +506,6 @@ def _by_layer(
     "A flat list of weights, or of their gradient sums, taken apart"
     n = len(fields(CellWeights))
     return [CellWeights(*flat[i:i + n]) for i in range(0, len(flat) - 1, n)], flat[-1]
-
-def _put_out(y:torch.Tensor, gain, out:torch.Tensor):
-    "Write what the top layer puts out, normed if there is a gain"
-    if gain is None: out.copy_(y)
-    else:
-        for a, b in chunks_of(y): norm_rows(y[a:b], gain, out=out[a:b])
-
-def _put_out_back(y:torch.Tensor, gain, dout, total):
-    "The gradient at what the top layer puts out; the gain's is added to `total`"
-    if gain is None or dout is None: return dout
-    dy = dout.clone(memory_format=torch.contiguous_format)
-    for a, b in chunks_of(y): norm_rows_back(y[a:b].flatten(0, 1), gain, dy[a:b].flatten(0, 1), total)
-    return dy
 
 # %% ../../nbs/engine/03_layer.ipynb #c05f3f78
 def _segment_backward(run, i:int, x, dout, dx, state:list, kept, weights:tuple, dstate:list, sums:tuple):
