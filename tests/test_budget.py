@@ -48,12 +48,12 @@ def configs(n=96, seed=7):
     forms = itertools.cycle(itertools.product((None, 'state', 'output'), ('after', 'before')))
     for i in range(n):
         norm, reset = next(forms)
-        L, T = coin.choice((1, 2, 3, 4)), coin.choice((1, 2, 5, 12, 37, 70))
+        L, T = coin.choice((1, 2, 3, 4)), coin.choice((1, 2, 5, 9, 19, 38))
         spec = GRUSpec(coin.choice((2, 30, 500)), coin.choice((4, 16, 40)), L, norm=norm, reset=reset,
                        dropout=coin.choice((0., .3)) if L > 1 else 0., tied=coin.random() < .3)
-        S = coin.choice([s for s in (1, 2, 3, 5, 33, T//2, T - 1, T) if 1 <= s <= T and T/s <= 24])
+        S = coin.choice([s for s in (1, 2, 3, 5, 17, T//2, T - 1, T) if 1 <= s <= T and T/s <= 24])
         plan = Plan(T, S, ('hidden', 'gates')[i % 2])
-        yield spec, coin.choice((1, 2, 7, 20, 64)), plan, list(MAKE)[i % 6], PRECISIONS[i // 6 % 5]
+        yield spec, coin.choice((1, 2, 7, 20, 48)), plan, list(MAKE)[i % 6], PRECISIONS[i // 6 % 5]
 
 
 def half_frozen(n=40, seed=3):
@@ -171,9 +171,8 @@ def test_never_below_with_a_state_made_inside():
 
 
 @pytest.mark.parametrize('spec', [GRUSpec(40, 24, 2), GRUSpec(500, 8, 1, norm='state')], ids=str)
-@pytest.mark.parametrize('n_steps', [1, 2, 9, 24])
-@pytest.mark.parametrize('how', [{}, dict(precision='bfloat16', device='cuda'), dict(optimizer='sgd')],
-                         ids=str)
+@pytest.mark.parametrize('n_steps, how', [(1, {}), (9, {}), (24, {}), (2, dict(optimizer='sgd')),
+                                          (9, dict(precision='bfloat16', device='cuda'))], ids=str)
 def test_no_equal_cut_within_the_limit_is_faster(spec, n_steps, how):
     "All plans, of any form, are looked at in test_plan.py"
     def cost(plan): return seconds_of(spec, 5, plan, **how)

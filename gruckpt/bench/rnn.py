@@ -285,7 +285,7 @@ def _matmul(
     size:_Size,      # dtype and device
 ) -> tuple:          # (function that runs one matmul, its floating-point operations)
     "A large square matmul"
-    n = 8192 if size.device == 'cuda' else 1024
+    n = 8192 if size.device == 'cuda' else 512 if size.dtype in ('bfloat16', 'float16') else 1024
     a, b, out = torch.ones(3, n, n, dtype=getattr(torch, size.dtype), device=size.device).unbind()
     return partial(torch.mm, a, b, out=out), 2 * n**3
 

@@ -135,10 +135,12 @@ class _Account:
 _aten = torch.ops.aten
 
 @functools.cache
-def _composite(func) -> bool:
-    "Does torch run `func` as a sequence of other operations on this device?"
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(func.name(), 'CompositeImplicitAutograd') and not has(func.name(), 'CPU')
+def _way(func) -> str:
+    "How `func` runs: 'composite' as a sequence of others, 'lift' shows a new tensor, 'prim', or 'plain'"
+    has, key = torch._C._dispatch_has_kernel_for_dispatch_key, 'CompositeImplicitAutograd'
+    if func.namespace == 'prim': return 'prim'
+    if func is _aten.lift_fresh.default: return 'lift'
+    return 'composite' if has(func.name(), key) and not has(func.name(), 'CPU') else 'plain'
 
 def flat_tensors(
     values,    # arguments or results of an operation
@@ -161,19 +163,29 @@ class _Counter(_Account, TorchDispatchMode):
         _Account.__init__(self, limit)
         for s in self.storages(_tensors(held)): self.grow(self.note(s, 0), s.nbytes())
 
-    def storages(self, tensors) -> list:
-        return [part.untyped_storage() for t in tensors if t.device.type == 'cpu' for part in _parts(t)]
+    def storages(self, values) -> list:
+        "Those of a CPU, of tensors, lists of them, and storages themselves, which `set_` is given"
+        found = []
+        for o in values:
+            if type(o) in (torch.Tensor, torch.nn.Parameter) and o.layout is torch.strided:
+                if o.is_cpu: found.append(o.untyped_storage())                 # nearly all, in half the time
+            elif isinstance(o, torch.Tensor):
+                if o.device.type == 'cpu': found += [part.untyped_storage() for part in _parts(o)]
+            elif isinstance(o, (list, tuple)): found += self.storages(o)
+            elif isinstance(o, torch.UntypedStorage): found.append(o)
+        return found
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace == 'prim': return func(*args, **kwargs)  # asks a fake tensor for its device
-        if _composite(func):
+        way = _way(func)
+        if way == 'prim': return func(*args, **kwargs)             # asks a fake tensor for its device
+        if way == 'composite':
             with self: return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        if func is not _aten.lift_fresh.default:
-            given = [o for o in args if isinstance(o, torch.UntypedStorage)]  # for set_
-            for s in given + self.storages(flat_tensors((args, *kwargs.values()))): self.note(s, s.nbytes())
+        if way != 'lift':
+            for s in self.storages((*args, *kwargs.values()) if kwargs else args):
+                if s._cdata not in self._seen: self.note(s, s.nbytes())
         out = func(*args, **kwargs)
-        for s in self.storages(flat_tensors((out,))): self.grow(self.note(s, 0), s.nbytes())
+        for s in self.storages((out,)): self.grow(self.note(s, 0), s.nbytes())
         return out
 
 # %% ../../nbs/measure/00_meter.ipynb #0eb84f41
@@ -310,7 +322,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _composite(func) and func.namespace != 'prim':
+        if _way(func) == 'composite':
             with self: return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if _launched(func): self.names[func._schema.name.removeprefix('aten::')] += 1
         if _waits(func, args): self.waits[func._schema.name.removeprefix('aten::'), _place()] += 1
