@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fuzz_bytes import case_of  # noqa: E402
 from fuzz_plan import Question, least_seconds  # noqa: E402
+from test_fuzz_bytes import SEEDS  # noqa: E402
 
 from gruckpt.plan.budget import (GPUS, DoesNotFit, Ledger, Rates, estimate, estimate_any, fit, max_batch,  # noqa: E402
                             seconds_of, what_fits)
@@ -101,7 +103,7 @@ def subject(spec, B, optimizer, precision, frozen=()):
     return model, MAKE[optimizer]([p for p in model.parameters() if p.requires_grad]), model.init_state(B)
 
 
-@pytest.mark.parametrize('config', [*configs(30), *half_frozen(10)],
+@pytest.mark.parametrize('config', [*configs(12), *half_frozen(4)],
                          ids=lambda o: f'{o[0]} B={o[1]} {o[2]} {o[3]} {o[4]} {o[5:]}')
 def test_count_is_meter(config):
     "Every phase of the first and of a later step, to the byte"
@@ -118,7 +120,7 @@ def test_count_is_meter(config):
         state, after = after, None
 
 
-SMALL = [c for c in configs(30) if c[2].n_segments <= 5 and c[2].n_steps <= 12]
+SMALL = [c for c in configs(30) if c[2].n_segments <= 3 and c[2].n_steps <= 9]
 
 
 @pytest.mark.parametrize('config', SMALL,
@@ -134,12 +136,14 @@ def test_count_is_shadow(config):
 
 
 def test_the_grids_are_large_enough():
-    "Each optimizer with each precision by the meter (test_fuzz_bytes.py has more), each once by the shadow"
-    assert len({c[3:] for c in configs(30)}) == 30
+    "Each optimizer with each precision by the meter, here or in test_fuzz_bytes.py; each once by the shadow"
+    fuzzed = [case_of(seed).how for seed in SEEDS]
+    both = {c[3:] for c in configs(12)} | {(o['optimizer'], o['precision']) for o in fuzzed}
+    assert len(both & {c[3:] for c in configs(30)}) == 30
     assert {c[3] for c in SMALL} == {c[3] for c in configs(30)}
     assert {c[4] for c in SMALL} == {c[4] for c in configs(30)}
-    assert {c[2].n_segments for c in configs(30)} >= {1, 2, 3}
-    assert any(c[2].n_steps % c[2].seg_len for c in configs(30))
+    assert {c[2].n_segments for c in configs(12)} >= {1, 2, 3}
+    assert any(c[2].n_steps % c[2].seg_len for c in configs(12))
 
 
 class Same:
