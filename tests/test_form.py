@@ -192,7 +192,7 @@ def packages(key):
 
 # module → extra that it may import where it is used, or try to
 EXTRAS = {'bench.rnn': 'bench', 'bench.tft': 'peers', 'engine.triton': 'triton',
-          'quant.export': 'onnx'}
+          'plan.budget': 'widgets', 'quant.export': 'onnx'}
 
 
 @every_module

@@ -1,4 +1,4 @@
-"""Every command that index.ipynb, and so README.md, shows runs as printed; what else a release consists of."""
+"""Every command that index.ipynb, and so README.md, shows runs as printed; and what else a release has."""
 import json
 import re
 import shlex
@@ -50,7 +50,8 @@ def test_files_that_it_names_are_there(name): assert (ROOT/name).exists()
 # ---- citation, workflows, security ----
 
 CFG = get_config(path=ROOT)
-WORKFLOWS = {f.stem: yaml.safe_load(f.read_text(encoding='utf-8')) for f in (ROOT/'.github/workflows').glob('*.yml')}
+WORKFLOWS = {f.stem: yaml.safe_load(f.read_text(encoding='utf-8'))
+             for f in (ROOT/'.github/workflows').glob('*.yml')}
 
 
 def test_citation_says_what_the_settings_and_the_readme_say():
