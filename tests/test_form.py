@@ -379,6 +379,13 @@ def test_lines_fit(name):
 
 
 @every_notebook
+def test_a_kernel_is_named(name):
+    "JupyterLab then opens the page without a question."
+    kernel = json.loads((NBS/name).read_text(encoding='utf-8'))['metadata'].get('kernelspec', {})
+    assert (kernel.get('name'), kernel.get('language')) == ('python3', 'python')
+
+
+@every_notebook
 def test_nothing_hidden_or_switched_off(name):
     bad = [c.where for c in code(name) if 'eval:' in c.flags]
     assert not bad, f'{bad}: never eval: false'

@@ -208,7 +208,7 @@ def _read(
 
 
 def with_calendar(
-    series:Series,
+    series:Series,    # of a table
     calendar,         # names such as hour and weekday; 'auto': by the step; None: none
 ) -> Series:          # as it is, if its specification names some
     "The series with what the calendar says of each row as inputs known ahead"
