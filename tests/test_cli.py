@@ -323,7 +323,14 @@ for args in '', '--help', '--version', 'train-lm --help', 'train-tft --help', 'b
     with contextlib.redirect_stdout(io.StringIO()) as out: assert main(args) == 0 and out.getvalue()
 if early := {'torch', 'pandas', 'numpy', 'matplotlib'} & {*sys.modules}: sys.exit(f'help loads {early}')
 budget = 'budget --hidden 16 --layers 1 --batch-size 2 --steps 8 --memory-limit 64MiB'.split()
-with contextlib.redirect_stdout(io.StringIO()) as out: assert main(budget) == 0 and 'fits' in out.getvalue()
+loaded = []                                                    # torch, when a line is printed?
+class Out(io.StringIO):
+    def write(self, text):
+        loaded.append('torch' in sys.modules)
+        return super().write(text)
+with contextlib.redirect_stdout(Out()) as out: assert main(budget) == 0 and 'fits' in out.getvalue()
+assert out.getvalue().startswith('asked   layers 1, width 16, symbols 100; rows 2, steps 8\\n')
+assert (loaded[0], loaded[-1]) == (False, True)
 slow = {'pandas', 'pyarrow', 'matplotlib', 'torch._dynamo'} & {*sys.modules}
 if slow: sys.exit(f'budget loads {slow}')
 """
