@@ -40,7 +40,7 @@ setup(
     include_package_data=True,
     install_requires=shlex.split(cfg.get('requirements', '')),
     extras_require={o: shlex.split(cfg.get(f'{o}_requirements', ''))
-                    for o in ('dev', 'bench', 'peers', 'triton', 'onnx')},
+                    for o in ('dev', 'bench', 'peers', 'triton', 'onnx', 'widgets')},
     long_description=open('README.md', encoding='utf-8').read(),
     long_description_content_type='text/markdown',
     entry_points={

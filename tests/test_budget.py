@@ -20,8 +20,8 @@ from fuzz_bytes import case_of  # noqa: E402
 from fuzz_plan import Question, least_seconds  # noqa: E402
 from test_fuzz_bytes import SEEDS  # noqa: E402
 
-from gruckpt.plan.budget import (GPUS, DoesNotFit, Ledger, Rates, estimate, estimate_any, fit, max_batch,  # noqa: E402
-                            seconds_of, what_fits)
+from gruckpt.plan.budget import (GPUS, DoesNotFit, Explorer, Ledger, Rates, estimate, estimate_any, fit,  # noqa: E402
+                            max_batch, seconds_of, what_fits)
 from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.measure.meter import Meter, human, nbytes, parse_bytes
 from gruckpt.measure.shadow import shadow
@@ -416,6 +416,17 @@ def test_what_fits_grows_with_the_limit():
     ids=str)
 def test_wrong_questions(wrong, says):
     with pytest.raises(ValueError, match=says): estimate(**dict(spec=V3A, batch=2, plan=Plan(4, 2)) | wrong)
+
+
+def test_an_explorer_without_ipywidgets_is_a_table(monkeypatch):
+    "With it both: the table is what a page without sliders shows."
+    explorer = Explorer(GRUSpec(20, 16, 2), batch=4, n_steps=12, n_segments=3)
+    assert {'text/html', 'application/vnd.jupyter.widget-view+json'} <= explorer._repr_mimebundle_().keys()
+    monkeypatch.setattr('gruckpt.plan.budget.find_spec', lambda name: None)
+    assert explorer.widget() is None and explorer._repr_mimebundle_().keys() == {'text/html', 'text/plain'}
+    total = human(estimate(GRUSpec(20, 16, 2), 4, Plan.split(12, 3)).total)
+    assert f'4 rows, 12 steps in 3 segments of 4, keep hidden: {total}; ' in explorer.html
+    assert explorer.html.count('<tr>') > 8
 
 
 def test_a_ledger_prints():

@@ -384,7 +384,8 @@ def breaks(fn, *args):
         graphs.append(graph)
         return graph.forward
     torch._dynamo.reset()
-    return torch.compile(fn, backend=backend)(*args), torch._dynamo.explain(fn)(*args).graph_break_count
+    with torch._dynamo.config.patch(allow_rnn=True):      # else no function that calls an nn.GRU is compiled
+        return torch.compile(fn, backend=backend)(*args), torch._dynamo.explain(fn)(*args).graph_break_count
 
 
 @pytest.mark.parametrize('make', [lambda: GRU(3, 4, seg_len=3), lambda: LSTM(3, 4, keep='gates'),
@@ -394,7 +395,7 @@ def test_N13_compile_around_a_layer(make):
     torch.manual_seed(0)
     model, x = Around(make()), torch.randn(7, 2, 3)
     loss, n = breaks(model, x)
-    assert n <= 1
+    assert n == 1
     found = torch.autograd.grad(loss, list(model.parameters()))
     close([loss, *found], [model(x), *torch.autograd.grad(model(x), list(model.parameters()))], 1e-5)
 
@@ -404,7 +405,7 @@ def test_N13_compile_around_a_loss():
     model, ids = GRULM(GRUSpec(vocab_size=9, hidden=4, n_layers=2)), torch.randint(9, (2, 13))
     def loss(ids): return model.loss(Batch(ids[:, :-1], ids[:, 1:], True), plan=Plan.split(12, 3))[0].exp()
     got, n = breaks(loss, ids)
-    assert n <= 1
+    assert n == 1
     close(torch.autograd.grad(got, list(model.parameters())),
           torch.autograd.grad(loss(ids), list(model.parameters())), 1e-5)
 

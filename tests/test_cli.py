@@ -313,15 +313,26 @@ def test_a_former_word_is_told_its_new_one(typed, line, capsys):
     assert line in err and err.count('\n') == 1
 
 
-def test_help_and_version_load_no_torch():
-    "Of the program and of each command; a bare call is help, too."
+def test_help_and_version_load_no_torch_and_a_budget_little_more():
+    "Of the program and of each command; a bare call is help, too. A budget draws and tabulates nothing."
     code = """
 import io, sys, contextlib
 from gruckpt.commands.cli import main
 for args in '', '--help', '--version', 'train-lm --help', 'train-tft --help', 'budget --help', 'bench --help':
     args = args.split()
     with contextlib.redirect_stdout(io.StringIO()) as out: assert main(args) == 0 and out.getvalue()
-sys.exit(str({'torch', 'pandas', 'numpy', 'matplotlib'} & {*sys.modules} or 0).replace('0', '') or 0)
+if early := {'torch', 'pandas', 'numpy', 'matplotlib'} & {*sys.modules}: sys.exit(f'help loads {early}')
+budget = 'budget --hidden 16 --layers 1 --batch-size 2 --steps 8 --memory-limit 64MiB'.split()
+loaded = []                                                    # torch, when a line is printed?
+class Out(io.StringIO):
+    def write(self, text):
+        loaded.append('torch' in sys.modules)
+        return super().write(text)
+with contextlib.redirect_stdout(Out()) as out: assert main(budget) == 0 and 'fits' in out.getvalue()
+assert out.getvalue().startswith('asked   layers 1, width 16, symbols 100; rows 2, steps 8\\n')
+assert (loaded[0], loaded[-1]) == (False, True)
+slow = {'pandas', 'pyarrow', 'matplotlib', 'torch._dynamo'} & {*sys.modules}
+if slow: sys.exit(f'budget loads {slow}')
 """
     p = Process('-c', code, fresh=True)
     assert p.communicate(60)[1] == '' and p.returncode == 0

@@ -1,6 +1,7 @@
 """Forecaster: three lines on every kind of table, saved and loaded, walked; scores equal to a library's."""
 import json
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -8,10 +9,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from gruckpt.commands import train_tft
 from gruckpt.tft.forecast import backtest, forecast, naive_error, scores, seasons_of
 from gruckpt.tft.forecaster import Forecaster, roles_of
 from gruckpt.tft.model import Tier
-from gruckpt.tft.table import SeriesSpec, read_series
+from gruckpt.tft.table import SeriesSpec, column_kinds, read_series
 from gruckpt.training.sessions import session
 
 SMALL = dict(horizon=4, lookback=8, hidden=4, heads=2, max_steps=6, batch_size=16, device='cpu')
@@ -109,7 +111,7 @@ def test_memory_limit_takes_a_tier_and_predicts_as_without(fitted, monkeypatch):
         return Tier.vsn
     monkeypatch.setattr('gruckpt.tft.forecaster.fit_tier', fit_tier)
     trainer = Forecaster(**SMALL, memory_limit='128KiB', precision='bfloat16').trainer(nixtla(n=60))
-    how = {'precision': 'bfloat16', 'device': 'cpu', 'accumulate': 1}
+    how = {'optimizer': 'adamw', 'precision': 'bfloat16', 'device': 'cpu', 'accumulate': 1}
     assert trainer.plan == Tier.vsn and asked == [(16, '128KiB', how)]
     assert trainer.replan(Tier.vsn) == (Tier.vsn, trainer.peak_predicted)
     assert asked[1] == (16, 9 * trainer.peak_predicted // 10, how)
@@ -364,3 +366,19 @@ def test_a_target_by_name_is_the_target_whatever_it_holds():
     assert roles_of(kinds)[0]['target'] == 'y'
     with pytest.raises(ValueError, match="column 'y' holds 'a' in row 0"):
         Forecaster(**SMALL).fit(nixtla().assign(y='a'))
+
+
+# ---- the command is this class ----
+
+def test_the_command_gives_columns_the_roles_that_the_class_gives(tmp_path):
+    "Nixtla's names, an index without a name, and a second column of stamps."
+    rows = nixtla().assign(until=pd.Timestamp('2024-06-01'), sky='clear')
+    rows.to_csv(tmp_path/'rows.csv')
+    kinds = column_kinds(tmp_path/'rows.csv')
+    for named in ({}, {'known': 'sky'}, {'observed': 'wind'}, {'categorical': 'wind', 'static': 'sky'}):
+        o = SimpleNamespace(**dict.fromkeys(('time', 'target', *train_tft._ROLES)) | named)
+        found = train_tft._roles(o, kinds)
+        named.pop('observed', None)         # beside what is named there, a command takes all others, too
+        assert (found, o.left_out) == roles_of(kinds, **named) and o.left_out == ('Unnamed: 0', 'until')
+    with pytest.raises(ValueError, match="^--ignore: column 'x' is not in the data"):
+        train_tft._roles(SimpleNamespace(**vars(o) | {'ignore': 'x'}), kinds)

@@ -192,7 +192,7 @@ def packages(key):
 
 # module → extra that it may import where it is used, or try to
 EXTRAS = {'bench.rnn': 'bench', 'bench.tft': 'peers', 'engine.triton': 'triton',
-          'quant.export': 'onnx'}
+          'plan.budget': 'widgets', 'quant.export': 'onnx'}
 
 
 @every_module
@@ -376,6 +376,13 @@ def test_public_names_are_documented(module):
 def test_lines_fit(name):
     bad = [f'{c.where}: {l[:50]}' for c in code(name) for l in c.source.splitlines() if len(l) > 110]
     assert not bad, f'{bad}: over 110 columns'
+
+
+@every_notebook
+def test_a_kernel_is_named(name):
+    "JupyterLab then opens the page without a question."
+    kernel = json.loads((NBS/name).read_text(encoding='utf-8'))['metadata'].get('kernelspec', {})
+    assert (kernel.get('name'), kernel.get('language')) == ('python3', 'python')
 
 
 @every_notebook

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = sorted(f.stem for f in (ROOT/'gruckpt').glob('[!_]*.py'))
+FILES = (f.relative_to(ROOT/'gruckpt').with_suffix('') for f in (ROOT/'gruckpt').rglob('[!_]*.py'))
+MODULES = sorted('.'.join(f.parts) for f in FILES)
 
 pytestmark = pytest.mark.slow  # under a minute, most of it torch's installation
 

@@ -100,6 +100,7 @@ def test_roles_are_said_and_files_written(straight):
                  'observed 1 real: wind', 'observed 1 categorical: sky',
                  'calendar 2 categorical: hour, weekday'): assert line in out, line
     for name in ('tft', 'last value', 'seasonal naive'): assert f'\n{name}' in out
+    assert 'no seasonal naive of 168 rows: ' in out                     # what is not in the table is said
     files = {'best.pt', 'telemetry.csv', 'history.csv', 'step-00000018.pt'}
     assert {o.name for o in folder.iterdir()} >= files
     history = pd.read_csv(folder/'history.csv')
@@ -190,6 +191,7 @@ def test_a_backtest_is_judged_and_drawn(here, straight):
                           '--plots', 'seen', '--device', 'cpu')
     assert (code, err) == (0, '')
     for name in ('tft', 'last value', 'seasonal naive'): assert name in out
+    assert out.startswith('no seasonal naive of 168 rows: ') or 'sorted\nno seasonal naive of 168' in out
     rows = pd.read_parquet('walk.parquet')
     assert set(rows.model) == {'tft', 'last value', 'seasonal naive'} and rows.load.notna().all()
     for name in ('bands', 'importance', 'attention'):

@@ -270,10 +270,17 @@ def stage_settings(site, names, out):
 # what people type into the search box, and where it is answered
 ASKED = {
     'LSTM, GRU: convert a model (lstm convert)': 'engine/convert.html',
-    'Save a model, load a model, checkpoint (save model)': 'training/checkpoint_files.html',
-    'Several GPUs: multi-gpu, multigpu, DDP, torchrun': 'training/parallel.html',
-    'ONNX, export, jit, torch.compile': 'engine/recurrent.html#calling-a-layer',
+    'Save a model, load a model, checkpoint (save model)':
+        'tutorials/short_answers.html#how-do-i-save-a-model-load-a-model-get-nn.lstm-back',
+    'Several GPUs: multi-gpu, multigpu, DDP, torchrun': 'tutorials/several_gpus.html',
+    'ONNX, export, jit, torch.compile':
+        'tutorials/short_answers.html#onnx-torch.export-torchscript-how-do-i-export-a-model',
     'Out of memory, OOM: what fits my GPU?': 'plan/budget.html',
+    'Out of memory (OOM) nevertheless':
+        'tutorials/short_answers.html#out-of-memory-nevertheless-what-now',
+    'Install, first steps, getting started': 'tutorials/getting_started.html',
+    'Dropout, packed sequences, AMP, seeds, hooks: short answers': 'tutorials/short_answers.html',
+    'Forecast a table, time series': 'tutorials/forecast.html',
 }
 
 HERE_IN_SIDEBAR = """{
@@ -306,8 +313,9 @@ def index_for_search(out):
     "Add what people ask to the search index, and take out the page that says that there is none."
     found = json.loads((out/'search.json').read_text(encoding='utf-8'))
     found = [o for o in found if o['href'] != '404.html']
+    there = {o['href'] for o in found}                  # pages and their sections
     for i, (words, href) in enumerate(ASKED.items()):
-        if not (out/href.partition('#')[0]).exists(): raise SystemExit(f'docs: ASKED: no page {href}')
+        if href not in there: raise SystemExit(f'docs: ASKED: no page or section {href}')
         found.insert(i, dict(objectID=f'asked-{i}', href=href, title=words, section='', text=words))
     write(out/'search.json', json.dumps(found, ensure_ascii=False))
 

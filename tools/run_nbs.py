@@ -50,8 +50,8 @@ class FlagClient(NotebookClient):
 
 
 def progress(output):
-    "Is this output a progress bar?"
-    if WIDGET in output.get('data', {}): return True
+    "Is this output a progress bar? A widget that is a table, too, stays as that"
+    if output.get('data', {}).pop(WIDGET, None): return 'text/html' not in output.data
     return output.get('name') == 'stderr' and '\r' in output.get('text', '')
 
 

@@ -6,9 +6,12 @@
 __all__ = ['app', 'bench_app', 'main']
 
 # %% ../../nbs/commands/03_cli.ipynb #64bb7c50
+import ast
 import json
+import re
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -364,6 +367,33 @@ def _table(o:SimpleNamespace) -> str:
         found.append(what_fits(spec, limit, o.batch_size, o.steps, **how).round(2).to_string())
     return '\n\n'.join(found)
 
+# %% ../../nbs/commands/03_cli.ipynb #3889cd0a
+_SIZES = ('hidden', 'layers', 'vocab_size', 'batch_size', 'steps', 'segments')
+
+def _squeezed(name:str) -> str: return re.sub(r'\W', '', name.lower())
+
+def _cards() -> set:
+    "Names of cards, squeezed; importing what has them would load torch"
+    source = Path(find_spec('gruckpt.plan.budget').origin).read_text(encoding='utf-8')
+    found = [o.value for o in ast.parse(source).body
+             if isinstance(o, ast.Assign) and getattr(o.targets[0], 'id', '') == '_BY_GIB']
+    return {_squeezed(name) for o in found for names in ast.literal_eval(o).values()
+            for name in names.split(', ')}
+
+def _asked(
+    o:SimpleNamespace,   # options of `budget`
+    typed:list[str],     # those that were given
+) -> str:                # a line
+    "The step that is asked about; '' where anything might be refused"
+    n = {k: 1 if (v := getattr(o, k)) is None else v for k in _SIZES}
+    bytes_given = re.fullmatch(r'[1-9]\d*[KMGT]iB', o.memory_limit or '')
+    limited = not o.memory_limit if o.gpu else bytes_given or not o.memory_limit and o.segments
+    others = {*typed} - {*_SIZES, 'gpu', 'memory_limit', 'table'}
+    if others or not limited or min(n.values()) < 1 or n['segments'] > o.steps: return ''
+    if o.gpu and _squeezed(o.gpu) not in _cards(): return ''
+    return (f'asked   layers {o.layers}, width {o.hidden:,}, symbols {o.vocab_size:,}; '
+            f'rows {o.batch_size:,}, steps {o.steps:,}')
+
 # %% ../../nbs/commands/03_cli.ipynb #8fb31703
 @app.command('budget')
 @with_fields(_SPEC, PLAN, _STEP, before='batch_size')
@@ -378,13 +408,15 @@ def _budget_command(ctx:typer.Context,
     table:Annotated[bool, Option('--table', help='also bytes against time, and what else fits')] = False,
 ):
     "Will a training step fit, and if not, what would make it fit? Nothing is run."
+    o, typed = SimpleNamespace(**ctx.params), given(ctx)
     with ending():
+        if said := _asked(o, typed): print_answer(said)      # seconds before the rest; never with --json
         with refusing():
-            if 'keep' in given(ctx) and segments is None:
+            if 'keep' in typed and segments is None:
                 raise ValueError('--keep goes with --segments; without them the plan is searched')
-            answer = _verdict(SimpleNamespace(**ctx.params))
+            answer = _verdict(o)
         print_answer((_as_json if as_json else _as_text)(*answer))
-        if table and not as_json: print_answer(f'\n{_table(SimpleNamespace(**ctx.params))}')
+        if table and not as_json: print_answer(f'\n{_table(o)}')
         if answer[-1]: raise typer.Exit(1)
 
 # %% ../../nbs/commands/03_cli.ipynb #66069ad4

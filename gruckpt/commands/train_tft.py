@@ -31,39 +31,27 @@ def _names(text:str|None) -> tuple[str, ...]:
     "What stands between commas"
     return tuple(o.strip() for o in (text or '').split(',') if o.strip())
 
-
-def _alone(name:str|None, option:str, found:list[str], why:str) -> str:
-    "The column of an option, or the only one that it can be"
-    if name: return name
-    if len(found) == 1: return found[0]
-    raise ValueError(f'{option} must name a column: {why} ({", ".join(found[:9]) or "none"})')
-
 # %% ../../nbs/commands/02_train_tft.ipynb #852a3ed1
 def _roles(
     o:SimpleNamespace,       # options by name
     kinds:dict[str, str],    # of the columns
 ) -> dict:                   # plain values of a SeriesSpec
-    "The role of every column; `o.left_out` becomes the indices that have none"
-    from gruckpt.tft.table import unnamed_columns
+    "The role of every column, as a Forecaster says; `o.left_out` becomes the columns that have none"
+    from gruckpt.tft.forecaster import roles_of
     lists = {r: _names(getattr(o, r)) for r in _ROLES}
-    for role, names in ('time', _names(o.time)), ('target', _names(o.target)), *lists.items():
-        if lost := [c for c in names if c not in kinds]:
-            raise ValueError(f'--{role}: column {lost[0]!r} is not in the data, which has '
-                             f'{", ".join(kinds)}')
-    time = _alone(o.time, '--time', [c for c, k in kinds.items() if k == 'time'], 'columns of stamps')
-    spare = unnamed_columns(kinds)
-    numbers = [c for c, k in kinds.items() if k == 'number' and c not in spare]
-    if not o.target: numbers = [c for c in numbers if c.lower() in ('target', 'y')] or numbers
-    target = _alone(o.target, '--target', numbers, 'numbers that it could be')
-    taken = {time, target, *(c for r in ('ids', 'static', 'observed', 'known', 'ignore') for c in lists[r])}
-    o.left_out = tuple(c for c in spare if c not in taken)
-    taken |= {*o.left_out}
-    observed = lists['observed'] + tuple(c for c, k in kinds.items() if c not in taken and k != 'time')
-    def cat(c): return kinds[c] != 'number' or c in lists['categorical']
-    roles = {'static': lists['static'], 'observed': observed, 'known': lists['known']}
-    reals = {f'{r}_reals': [c for c in cs if not cat(c)] for r, cs in roles.items()}
-    cats = {f'{r}_cats': [c for c in cs if cat(c)] for r, cs in roles.items()}
-    return {'time': time, 'target': target, 'ids': list(lists['ids']), **reals, **cats}
+    ignored, named = lists.pop('ignore'), {r: names or None for r, names in lists.items() if r != 'observed'}
+    if lost := [c for c in ignored if c not in kinds]:
+        raise ValueError(f'--ignore: column {lost[0]!r} is not in the data, which has {", ".join(kinds)}')
+    kinds = {c: k for c, k in kinds.items() if c not in ignored}
+    def roles(observed): return roles_of(kinds, o.target, o.time, observed=observed, **named)
+    try:
+        found, o.left_out = roles(None)
+        if lists['observed']:                                   # beside these all others are, too
+            others = found['observed_reals'] + found['observed_cats']
+            found, left = roles([*dict.fromkeys([*lists['observed'], *others])])
+            o.left_out = tuple(c for c in o.left_out if c in left)
+    except ValueError as e: raise ValueError(f'--{e}') from e
+    return found
 
 # %% ../../nbs/commands/02_train_tft.ipynb #c7423d89
 TABLE = Fields('gruckpt.tft.table:SeriesSpec', dict(
@@ -83,10 +71,8 @@ def _spec(o:SimpleNamespace):
 
 def _with_calendar(series, calendar:str):
     "The series with calendar inputs: those named, or what its step leaves to tell"
-    if series.spec.calendar_cats or series.spec.calendar_reals or calendar == 'none': return series
-    from gruckpt.tft.table import calendar_of_step
-    named = calendar_of_step(series.spec.step) if calendar == 'auto' else _names(calendar)
-    return replace(series, spec=replace(series.spec, calendar_cats=named))
+    from gruckpt.tft.forecaster import with_calendar
+    return with_calendar(series, {'auto': 'auto', 'none': None}.get(calendar, _names(calendar)))
 
 # %% ../../nbs/commands/02_train_tft.ipynb #d33c1f23
 def _levels(text:str) -> tuple[float, ...]:
@@ -169,20 +155,18 @@ def _tier(
 ) -> tuple:              # tier; function tier → bytes of a step; what makes the tier smaller, or None
     "What the model recomputes"
     from gruckpt.plan.budget import limit_bytes
+    from gruckpt.tft.forecaster import tier_counts, tier_within
     from gruckpt.tft.model import Tier
-    from gruckpt.tft.tiers import fit_tier, tier_ledger
     from gruckpt.quant.prepare import ready
     how = dict(optimizer=config.optimizer, precision=config.precision, device=o.device.type,
                world_size=o.world.size, accumulate=config.accumulate, packed=packed,
                prepare=ready if o.use_qat else None)
-    def bytes_of(tier): return int(tier_ledger(spec, o.batch_size, tier, **how).total)
-    def smaller(tier):
-        tier = fit_tier(spec, o.batch_size, 9 * bytes_of(tier) // 10, **how)
-        return tier, bytes_of(tier)
+    bytes_of, smaller = tier_counts(spec, o.batch_size, **how)
     limited = smaller if o.memory_limit is not None and o.world.size == 1 else None
     if known is not None and not {*_TIERS} & {*o.typed}: return known, bytes_of, limited
     if o.memory_limit is not None:
-        return fit_tier(spec, o.batch_size, limit_bytes(o.memory_limit, **how), **how), bytes_of, limited
+        tier, _, _ = tier_within(spec, o.batch_size, limit_bytes(o.memory_limit, **how), **how)
+        return tier, bytes_of, limited
     if o.tier is not None: return Tier.named(o.tier), bytes_of, None
     return Tier.vsn if o.use_gradient_checkpointing else Tier.off, bytes_of, None
 
@@ -203,7 +187,8 @@ def _shown(spec) -> str:
 def _notes(o:SimpleNamespace, gaps) -> list[str]:
     "Lines about columns that are no inputs and rows that are not there; none where there are none"
     left = vars(o).get('left_out')
-    out = [f'left    {", ".join(left)}: an index without a name, no input unless named'] if left else []
+    why = 'an index without a name or more stamps, no input unless named'
+    out = [f'left    {", ".join(left)}: {why}'] if left else []
     return [*out, f'gaps    {gaps}'] if len(gaps) else out
 
 # %% ../../nbs/commands/02_train_tft.ipynb #c2243721
@@ -288,12 +273,19 @@ def _about_run(o:SimpleNamespace, trainer, predicted:str) -> list[str]:
             f'run     {o.out}, {course_of(trainer)}; {len(trainer.stream)} batches are an epoch']
 
 # %% ../../nbs/commands/02_train_tft.ipynb #b2f28383
-def _test_scores(trainer, series, out:Path):
-    "Scores of the best model in the test part beside those that cost nothing, or None without such a part"
-    from gruckpt.tft.forecast import backtest, load_run, scores
+def _test_scores(trainer, series, out:Path) -> str:
+    "Scores of the best model in the test part beside those that cost nothing; '' without such a part"
+    from gruckpt.tft.forecast import backtest, load_run
     run = load_run(out, trainer.device)
-    if run.setup.parts.test_from > series.stamps.max(): return None
-    return scores(backtest(run, series), run.setup.coding.spec.target)
+    if run.setup.parts.test_from > series.stamps.max(): return ''
+    return _judged(backtest(run, series), run)
+
+
+def _judged(rows, run) -> str:
+    "A table of scores, and before it a line for each free forecast that is not in it"
+    from gruckpt.tft.forecast import scores
+    table = scores(rows, run.setup.coding.spec.target).round(4).to_string()
+    return '\n'.join([*rows.attrs.get('notes', ()), table])
 
 
 def _run(ctx:typer.Context, world, device):
@@ -313,7 +305,7 @@ def _run(ctx:typer.Context, world, device):
         records = session(trainer, out, save_every, o.keep_checkpoints, tensorboard=o.tensorboard)
     train(trainer, records, out, lines, o.quiet)
     if o.quiet or world.rank: return
-    if (table := _test_scores(trainer, series, out)) is not None: tell(table.round(4).to_string())
+    if said := _test_scores(trainer, series, out): tell(said)
 
 
 def _train(ctx:typer.Context):
@@ -456,10 +448,10 @@ def backtest_command(
         with refusing():
             if out is not None: _check_out(out)
             found, series, new = _loaded(run, parquet_file, device)
-            from gruckpt.tft.forecast import backtest, scores
+            from gruckpt.tft.forecast import backtest
             rows = backtest(found, series, part, stride, season)
         if out is not None: _write_table(rows, out)
         if plots is not None: _plots(found, found.setup.windows(series, part, stride), rows, plots)
         if new: say(new)
         if n := rows.attrs['crossed']: print_answer(f'{n} forecasts had quantiles that crossed: sorted')
-        print_answer(scores(rows, found.setup.coding.spec.target).round(4).to_string())
+        print_answer(_judged(rows, found))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GPUS', 'RATES', 'Ledger', 'estimate', 'Card', 'card_named', 'limit_bytes', 'Rates', 'clock_of', 'seconds_of', 'fit',
-           'DoesNotFit', 'smaller_batch', 'frontier', 'max_batch', 'max_length', 'what_fits', 'estimate_any',
-           'max_length_of_model', 'max_batch_of_model', 'what_fits_of_model']
+           'DoesNotFit', 'smaller_batch', 'frontier', 'max_batch', 'max_length', 'what_fits', 'Explorer',
+           'estimate_any', 'max_length_of_model', 'max_batch_of_model', 'what_fits_of_model']
 
 # %% ../../nbs/plan/01_budget.ipynb #12168935
 import copy
@@ -18,12 +18,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial, reduce, singledispatch
+from html import escape
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from time import perf_counter, process_time
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 
@@ -933,8 +934,9 @@ def frontier(
     rates:Rates|None=None,  # how fast the device is; None: the default of its kind
     n:int=24,               # limits asked, in even ratios; there are no more rows
     **how,                  # as for `estimate`
-) -> pd.DataFrame:          # bytes, seconds, times (uncut, gates kept: 1), segments, twice (steps), plan
+):                  # a DataFrame: bytes, seconds, times (uncut, gates kept: 1), segments, twice (steps), plan
     "The fastest plans from the fewest bytes to the most that help; fewer seconds with each row"
+    import pandas as pd                      # here: a count without a table does not load it
     o = _planner(spec, batch, n_steps, rates, **how)
     low, high = o.bytes(_least(spec, batch, n_steps, **how)), o.timed[0][1]
     limits = np.geomspace(low, max(low, high), max(n, 2)).round().astype(int).tolist()
@@ -996,10 +998,11 @@ def what_fits(
     n_steps:int=512, # time steps, where the length is not
     *, most:dict|None=None, # largest values to look at, by name: {'batch': 4096, 'steps': 100_000}
     **how,           # as for `estimate`
-) -> pd.DataFrame:   # rows batch, steps, hidden, n_layers; a column a family of plans, and `times`
+):               # a DataFrame: rows batch, steps, hidden, n_layers; a column a family of plans, and `times`
     """The largest batch, length, width and depth, each with the others fixed, for every family of plans;
     `times` is the time of the largest of any cut over that of the same size uncut, gates kept.
     Of any `nn.Module`: `what_fits_of_model`"""
+    import pandas as pd
     _check_spec('what_fits', spec)
     limit, most = limit_bytes(limit, **how), most or {}
     _check_most(most)
@@ -1019,6 +1022,51 @@ def _times(spec, batch:int, n_steps:int, limit:int, **how) -> float:
     how, uncut = _there(spec, how), Plan(n_steps, n_steps, 'gates')
     found = fit(spec, batch, n_steps, limit, **how)
     return seconds_of(spec, batch, found, **how) / seconds_of(spec, batch, uncut, **how)
+
+# %% ../../nbs/plan/01_budget.ipynb #c035d06f
+def _explored(spec, batch:int, n_steps:int, n_segments:int, card:str|None) -> str:
+    "HTML: the plan, its bytes and seconds in a line, and bytes by kind"
+    device, plan = ('cuda' if card else 'cpu'), Plan.split(n_steps, min(n_segments, n_steps))
+    ledger, seconds = estimate(spec, batch, plan, device=device), seconds_of(spec, batch, plan, device=device)
+    total, usable = int(ledger.total), GPUS[card].usable if card else None
+    room = f', {"fits" if total <= usable else "does not fit"} in {human(usable)} of {card}' if card else ''
+    said = f'{batch} rows, {plan.words}: {human(total)}{room}; {seconds:.2g} s a step predicted'
+    def row(cells, kind='td'): return f'<tr>{"".join(f"<{kind}>{escape(c)}</{kind}>" for c in cells)}</tr>'
+    header, *rows = _rows(ledger)
+    return f'<p>{escape(said)}</p><table>{row(header, "th")}{"".join(map(row, rows))}</table>'
+
+# %% ../../nbs/plan/01_budget.ipynb #2513d2ca
+class Explorer:
+    "A ledger that shows itself: with sliders where ipywidgets is installed, as a table elsewhere"
+    def __init__(self,
+        spec,                 # has `sizes`, `moments` and `work`, such as `GRUSpec`
+        batch:int=32,         # rows, B
+        n_steps:int=256,      # time steps, T
+        n_segments:int=8,     # segments of time, as even as can be; no more than steps
+        card:str|None=None,   # a card's name; None: a CPU
+    ):
+        self.spec, self.card = spec, card and card_named(card)
+        self.sizes = {'batch': batch, 'n_steps': n_steps, 'n_segments': n_segments}
+        _at_least_1(**self.sizes)
+        self.html = _explored(spec, *self.sizes.values(), self.card)
+
+    def widget(self):
+        "Sliders, a list of cards, and the table below them; None without ipywidgets"
+        if find_spec('ipywidgets') is None: return None
+        from ipywidgets import HTML, Dropdown, IntSlider, VBox
+        sliders = [IntSlider(n, 1, 4 * n, description=k, continuous_update=False)
+                   for k, n in self.sizes.items()]
+        cards = Dropdown(options=[('a CPU', None), *((name, name) for name in GPUS)], value=self.card,
+                         description='card')
+        asked, page = (*sliders, cards), HTML(self.html)
+        def draw(_): page.value = _explored(self.spec, *(o.value for o in asked))
+        for o in asked: o.observe(draw, 'value')
+        return VBox([*asked, page])
+
+    def _repr_mimebundle_(self, **_):
+        shown = {'text/html': self.html, 'text/plain': f'{type(self).__name__}({self.sizes})'}
+        box = self.widget()
+        return shown if box is None else box._repr_mimebundle_() | shown
 
 # %% ../../nbs/plan/01_budget.ipynb #fdea59c1
 def estimate_any(
@@ -1239,8 +1287,9 @@ def what_fits_of_model(
     optimizer=torch.optim.AdamW, # as for `estimate_any`
     precision:str|None=None, # as for `estimate_any`
     seconds:float=60.,   # that one count may take
-) -> pd.DataFrame:       # rows batch, steps; columns largest, bytes, of one more, counted (or a line's)
+):             # a DataFrame: rows batch, steps; columns largest, bytes, of one more, counted (or a line's)
     "`what_fits(model, ...)`: the largest batch and length, each with the other fixed, and their bytes"
+    import pandas as pd
     _check_asked(model, make_batch, loss, batch=batch, n_steps=n_steps)
     _check_most(most := most or {})
     if other := most.keys() - {'batch', 'steps'}:

@@ -464,6 +464,7 @@ def plot_forecast(
     time:str='time',          # column of the stamps
 ):
     "Median and bands over time, with the actual values"
+    if past is not None and target is None: raise ValueError('past is drawn by its target; name it')
     names = _quantile_columns(rows)
     for low, high in zip(names[:len(names) // 2], names[::-1], strict=False):
         label = f'{low[1:]} to {high[1:]}'

@@ -287,7 +287,8 @@ def _settings(run:Run) -> dict[str, str]:
     plan, about = run.state['plan'], run.state['about']
     said = {k: ', '.join(f'{a} {b}' for a, b in v.items()) if isinstance(v, dict) else str(v)
             for k, v in (about | {'plan': plan, 'training': run.state['config']}).items() if v is not None}
-    short = {k: v if len(v) < 400 else v[:397] + '…' for k, v in said.items()}
+    line = {k: ''.join(c if c.isprintable() else repr(c)[1:-1] for c in v) for k, v in said.items()}
+    short = {k: v if len(v) < 400 else v[:397] + '…' for k, v in line.items()}
     return {'parameters': f'{_n_params(run):,}'} | short
 
 # %% ../../nbs/training/08_report.ipynb #8700028e
