@@ -471,8 +471,11 @@ def test_a_tape_is_small_and_counted(V, form, n_segments):
     assert peaks[1] - peaks[0] == spec.tape_bytes(6, plan)
 
 
-def test_free_running_after_reading_a_prompt():
-    model, batch = small(norm='output'), batch_of(3, 12)
+@pytest.mark.parametrize('cell', ['gru', 'mingru'])       # the second has no recurrent weights
+def test_free_running_after_reading_a_prompt(cell):
+    model, batch = small(norm='output', cell=cell, dropout=.1), batch_of(3, 12)
+    model.loss(batch, teacher_forcing=0)[0].backward()
+    model.eval()
     h_LBD = model.score(Batch(batch.inputs[:, :5], batch.targets[:, :5], True))[1]
     rest = Batch(batch.inputs[:, 5:], batch.targets[:, 5:], False)
     other = Batch(torch.cat([rest.inputs[:, :1], (rest.inputs[:, 1:] + 3) % 13], 1), rest.targets, False)

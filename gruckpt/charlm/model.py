@@ -266,7 +266,7 @@ def _masks_ahead(
     dtype:torch.dtype,     # of the arithmetic
 ) -> Callable:             # `mask(layer, step)`, 1 x B x D, for one step after the other from 0 on; or None
     "The masks of single steps, drawn a chunk of steps at a time: a draw takes as long for one"
-    (T, B), rnn, w = shape_TB, model.rnn, model.rnn.weight_hh_l0
+    (T, B), rnn, w = shape_TB, model.rnn, model.rnn.weight_ih_l0
     if seed is None: return lambda k, t: None
     n = min(T, default_chunk_len(B, w.device.type))
     ahead = w.new_empty(rnn.num_layers - 1, n, B, rnn.hidden_size, dtype=dtype)
@@ -278,7 +278,7 @@ def _masks_ahead(
 
 def _walk(model:_Layers):
     "Who runs a single step: the backend that was asked for"
-    walk = backend_for(model.rnn.cell, model.rnn.weight_hh_l0.device.type, model.rnn.backend)
+    walk = backend_for(model.rnn.cell, model.rnn.weight_ih_l0.device.type, model.rnn.backend)
     return EAGER if model.rnn.backend == 'auto' and not walk.desk.lent else walk
 
 def _step_of(model:_Layers, batch_size:int, dtype:torch.dtype) -> tuple:
