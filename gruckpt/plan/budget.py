@@ -291,7 +291,10 @@ def limit_bytes(
     "Bytes, from an int, a text, a card's loose name, or what this process can still have of the device"
     if limit == 'auto': return _free() if device == 'cpu' else _free_on_gpu(device)
     named = isinstance(limit, str) and not limit.strip().isdigit() and _plain(limit) in map(_plain, GPUS)
-    return GPUS[card_named(limit)].usable if named else parse_bytes(limit)
+    if named: return GPUS[card_named(limit)].usable
+    try: return parse_bytes(limit)
+    except ValueError as e:
+        raise ValueError(f"{e}; a limit may also be a card such as 'RTX 3080', or 'auto'") from None
 
 def _free_on_gpu(device:str) -> int:
     "Bytes that are free, and those that torch holds in this process"
