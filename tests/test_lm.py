@@ -1,6 +1,7 @@
 """What lm promises that does not fit its page: files, copies, fake tensors, and a grid of forms and cuts."""
 import copy
 import pickle
+from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
 
@@ -13,8 +14,11 @@ from gruckpt.training.checkpoint_files import load_checkpoint
 from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.measure.meter import Meter
 from gruckpt.charlm.sampling import Sampling, draw_tape, toss
+from gruckpt.engine.cells import CELLS
+from gruckpt.engine.mingru import MinGRUCell
 from gruckpt.engine.scan import plain
 from gruckpt.training.schedule import exponential_decay, inverse_sigmoid, linear_decay
+from gruckpt.plan.budget import DoesNotFit, estimate, fit
 from gruckpt.plan.segment import Plan
 from gruckpt.charlm.text import Batch, TokenStream
 from gruckpt.training.config import TrainConfig
@@ -484,3 +488,19 @@ def test_free_running_after_reading_a_prompt(cell):
     for b in range(3):
         text = model.generate(batch.inputs[b, :6], 7, temperature=0)
         assert text[-1] == guess[b]
+
+
+def test_a_cell_registered_anew_is_the_one_that_counts():
+    "Bytes, plans and models were those of the class that had the name first."
+    @dataclass(frozen=True)
+    class Wide(MinGRUCell):
+        def scratch(self, o, n_rows): return super().scratch(o, n_rows)._replace(reverse=10**6)
+    spec, was = GRUSpec(vocab_size=13, hidden=10, n_layers=2, cell='mingru'), CELLS['mingru']
+    def least(): return estimate(spec, 2, fit(spec, 2, 12, '4MiB')).peak
+    before = least()
+    try:
+        CELLS['mingru'] = Wide
+        assert estimate(spec, 2, Plan(12, 12)).peak > 10**6 and type(GRULM(spec).rnn.cell) is Wide
+        with pytest.raises(DoesNotFit): fit(spec, 2, 12, '200KiB')
+    finally: CELLS['mingru'] = was
+    assert least() == before and fit(spec, 2, 12, '200KiB')

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from ..engine.cells import EAGER, CellWeights, backend_for, norm_rows
+from ..engine.cells import EAGER, Cell, CellWeights, backend_for, norm_rows
 from .step_bytes import cell_of, moments_of, parts_of, rhythm, work_of
 from ..engine.graph import Recording
 from ..engine.head import head_loss
@@ -68,6 +68,8 @@ class GRUSpec:
     def sizes(self) -> tuple: "Numbers in each parameter, in order"; return sum(parts_of(self).values(), ())
     def moments(self, *args, **kw) -> dict: "Bytes, see `moments_of`"; return moments_of(self, *args, **kw)
     def work(self, *args) -> Work: "Done in a step, see `work_of`"; return work_of(self, *args)
+    @property
+    def named(self) -> Cell: "What its cell's name stands for now"; return cell_of(self)
     def rhythm(self, *args) -> tuple: "Of bytes by length, see `rhythm`"; return rhythm(self, *args)
     def tape_bytes(self, *args) -> int: "Of drawn inputs, see `_tape_bytes`"; return _tape_bytes(self, *args)
     def to_dict(self) -> dict: "Plain values that `from_dict` takes"; return asdict(self)

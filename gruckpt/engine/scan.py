@@ -201,7 +201,8 @@ def _call(step, xs, state, given=()) -> tuple:
     "One segment: its output as (leaves, spec), and the state after it likewise"
     found = step(xs, state, *given)
     if not isinstance(found, tuple | list) or len(found) != 2:
-        raise ValueError(f'step must return two values, (out, state), got {_shapes(found)} (shapes of tensors)')
+        raise ValueError(f'step must return two values, (out, state), got {_shapes(found)} (shapes of '
+                         'tensors)')
     out, after = found
     (flat, spec), (_, expected) = _flat(after, 'the state that step returns'), tree_flatten(state)
     if spec != expected:

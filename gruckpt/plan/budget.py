@@ -567,8 +567,12 @@ class _Planner:
         found = [(lines[keep](self.n_steps, chunks), n, keep) for n, keep in uncut]
         return sorted(found, key=lambda o: o[:2])
 
+def _planner(spec, *args, **how) -> _Planner:
+    "Made once for many limits; anew when a name in the spec (`named`) stands for something else"
+    return _planner_of(getattr(spec, 'named', None), spec, *args, **how)
+
 @lru_cache(64)
-def _planner(*args, **how) -> _Planner: "Made once for many limits"; return _Planner(*args, **how)
+def _planner_of(named, *args, **how) -> _Planner: return _Planner(*args, **how)
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8009
 def seconds_of(
