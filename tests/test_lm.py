@@ -1,6 +1,7 @@
 """What lm promises that does not fit its page: files, copies, fake tensors, and a grid of forms and cuts."""
 import copy
 import pickle
+from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
 
@@ -13,8 +14,11 @@ from gruckpt.training.checkpoint_files import load_checkpoint
 from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.measure.meter import Meter
 from gruckpt.charlm.sampling import Sampling, draw_tape, toss
+from gruckpt.engine.cells import CELLS
+from gruckpt.engine.mingru import MinGRUCell
 from gruckpt.engine.scan import plain
 from gruckpt.training.schedule import exponential_decay, inverse_sigmoid, linear_decay
+from gruckpt.plan.budget import DoesNotFit, estimate, fit
 from gruckpt.plan.segment import Plan
 from gruckpt.charlm.text import Batch, TokenStream
 from gruckpt.training.config import TrainConfig
@@ -470,8 +474,11 @@ def test_a_tape_is_small_and_counted(V, form, n_segments):
     assert peaks[1] - peaks[0] == spec.tape_bytes(6, plan)
 
 
-def test_free_running_after_reading_a_prompt():
-    model, batch = small(norm='output'), batch_of(3, 12)
+@pytest.mark.parametrize('cell', ['gru', 'mingru'])       # the second has no recurrent weights
+def test_free_running_after_reading_a_prompt(cell):
+    model, batch = small(norm='output', cell=cell, dropout=.1), batch_of(3, 12)
+    model.loss(batch, teacher_forcing=0)[0].backward()
+    model.eval()
     h_LBD = model.score(Batch(batch.inputs[:, :5], batch.targets[:, :5], True))[1]
     rest = Batch(batch.inputs[:, 5:], batch.targets[:, 5:], False)
     other = Batch(torch.cat([rest.inputs[:, :1], (rest.inputs[:, 1:] + 3) % 13], 1), rest.targets, False)
@@ -480,3 +487,19 @@ def test_free_running_after_reading_a_prompt():
     for b in range(3):
         text = model.generate(batch.inputs[b, :6], 7, temperature=0)
         assert text[-1] == guess[b]
+
+
+def test_a_cell_registered_anew_is_the_one_that_counts():
+    "Bytes, plans and models were those of the class that had the name first."
+    @dataclass(frozen=True)
+    class Wide(MinGRUCell):
+        def scratch(self, o, n_rows): return super().scratch(o, n_rows)._replace(reverse=10**6)
+    spec, was = GRUSpec(vocab_size=13, hidden=10, n_layers=2, cell='mingru'), CELLS['mingru']
+    def least(): return estimate(spec, 2, fit(spec, 2, 12, '4MiB')).peak
+    before = least()
+    try:
+        CELLS['mingru'] = Wide
+        assert estimate(spec, 2, Plan(12, 12)).peak > 10**6 and type(GRULM(spec).rnn.cell) is Wide
+        with pytest.raises(DoesNotFit): fit(spec, 2, 12, '200KiB')
+    finally: CELLS['mingru'] = was
+    assert least() == before and fit(spec, 2, 12, '200KiB')

@@ -1554,3 +1554,15 @@ def test_stateful_training_stays_flat():
         total(hs).backward()
         if i in (2, 5): counts.append(sum(type(o) is torch.Tensor for o in gc.get_objects()))
     assert counts[0] == counts[1]
+
+
+def test_what_a_newcomer_hands_over():
+    "A first state of None, a number for a plan, a step that forgets one of its two results."
+    lstm, x = nn.LSTM(I, D, dtype=F64), x_TBI()
+    def step(x, state): return lstm(x, state)
+    cases = ((step, None, PLAN, 'None, got .*such as zeros'),
+             (step, h_BD(), 3, r'got 3; Plan.split\(n_steps, n_segments\) makes one'),
+             (lambda x, h: h.sum(), h_BD(), PLAN, r'two values, \(out, state\), got'),
+             (lambda x, h: (h, h, h), h_BD(), PLAN, r'two values, \(out, state\), got'))
+    for bad, state, plan, said in cases:
+        with pytest.raises(ValueError, match=said): scan_segments(bad, x, state, plan)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from ..engine.cells import EAGER, CellWeights, backend_for, norm_rows
+from ..engine.cells import EAGER, Cell, CellWeights, backend_for, norm_rows
 from .step_bytes import cell_of, moments_of, parts_of, rhythm, work_of
 from ..engine.graph import Recording
 from ..engine.head import head_loss
@@ -68,6 +68,8 @@ class GRUSpec:
     def sizes(self) -> tuple: "Numbers in each parameter, in order"; return sum(parts_of(self).values(), ())
     def moments(self, *args, **kw) -> dict: "Bytes, see `moments_of`"; return moments_of(self, *args, **kw)
     def work(self, *args) -> Work: "Done in a step, see `work_of`"; return work_of(self, *args)
+    @property
+    def named(self) -> Cell: "What its cell's name stands for now"; return cell_of(self)
     def rhythm(self, *args) -> tuple: "Of bytes by length, see `rhythm`"; return rhythm(self, *args)
     def tape_bytes(self, *args) -> int: "Of drawn inputs, see `_tape_bytes`"; return _tape_bytes(self, *args)
     def to_dict(self) -> dict: "Plain values that `from_dict` takes"; return asdict(self)
@@ -266,7 +268,7 @@ def _masks_ahead(
     dtype:torch.dtype,     # of the arithmetic
 ) -> Callable:             # `mask(layer, step)`, 1 x B x D, for one step after the other from 0 on; or None
     "The masks of single steps, drawn a chunk of steps at a time: a draw takes as long for one"
-    (T, B), rnn, w = shape_TB, model.rnn, model.rnn.weight_hh_l0
+    (T, B), rnn, w = shape_TB, model.rnn, model.rnn.weight_ih_l0
     if seed is None: return lambda k, t: None
     n = min(T, default_chunk_len(B, w.device.type))
     ahead = w.new_empty(rnn.num_layers - 1, n, B, rnn.hidden_size, dtype=dtype)
@@ -278,7 +280,7 @@ def _masks_ahead(
 
 def _walk(model:_Layers):
     "Who runs a single step: the backend that was asked for"
-    walk = backend_for(model.rnn.cell, model.rnn.weight_hh_l0.device.type, model.rnn.backend)
+    walk = backend_for(model.rnn.cell, model.rnn.weight_ih_l0.device.type, model.rnn.backend)
     return EAGER if model.rnn.backend == 'auto' and not walk.desk.lent else walk
 
 def _step_of(model:_Layers, batch_size:int, dtype:torch.dtype) -> tuple:

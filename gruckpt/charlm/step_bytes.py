@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from ..engine.cells import Cell, make_cell
+from ..engine.cells import CELLS, Cell, make_cell
 from ..engine.head import HeadBytes, rows_at_once
 from ..engine.layer import mask_launches, mask_scratch
 from ..engine.layer_bytes import LayerBytes, norm_back_scratch, norm_scratch
@@ -21,11 +21,15 @@ from ..plan.segment import Plan, Stretch, Work, default_chunk_len, keep_each
 from .text import narrowest_int
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #46f4df39
-@lru_cache
 def cell_of(
     spec,           # the model's form
 ) -> Cell:
     "The cell of its layers; ValueError where it has not what the spec asks for"
+    return _cell_of(spec, CELLS.get(spec.cell))
+
+@lru_cache
+def _cell_of(spec, registered) -> Cell:
+    "Made once, and anew when another class is registered by that name"
     return make_cell(spec.cell, reset=None if spec.reset == 'after' else spec.reset,
                      norm='rms' if spec.norm == 'state' else None)
 

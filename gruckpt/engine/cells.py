@@ -60,7 +60,9 @@ def _required(op):
 
 class Cell(Protocol):
     """What a recurrent cell must have; `gates` and `factors` are steps x B x (n_slots*D), `prev` and `new`
-    lists of `n_states` tensors, steps x B x D each, before and after every step
+    lists of `n_states` tensors, steps x B x D each, before and after every step; `x` and `dx` are rows,
+    (steps*B) x I; `spare` is scratch, n_spare x steps x B x D, the same in `factors` and `collect`; of
+    what `factors` gives the walk, `kept`, `collect` may read and write all
 
     Parameters
     ----------
@@ -90,7 +92,8 @@ class Cell(Protocol):
     @_required
     def advance(self, gates, prev, new, w, order): "Walk: `gates` become gates, `new` follows from `prev`"
     @_required
-    def rebuild(self, gates, prev, new, w, spare=None): "Projected `gates` become what `advance` left"
+    def rebuild(self, gates, prev, new, w, spare=None):
+        "Projected `gates` become what `advance` left; `spare` has a row, or is None"
     @_required
     def factors(self, gates, prev, new, factors, spare, w) -> tuple: "What multiplies dh; what the walk keeps"
     @_required

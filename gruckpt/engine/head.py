@@ -123,12 +123,15 @@ def head_loss(
     x_ND:torch.Tensor,         # what the head reads, one row a token
     targets_N:torch.Tensor,    # int64, the symbols that came
     weight:torch.Tensor,       # V x D
-    bias:torch.Tensor,         # V
+    bias:torch.Tensor|None,    # V; None: the map has none
     keep:str='hidden',         # 'hidden' makes the logits again on the way back, 'gates' keeps their gradient
 ) -> torch.Tensor:             # number, float32 or float64
     "Cross-entropy of a linear map's logits, summed over rows; they are computed in the type of `x_ND`"
+    if x_ND.dim() != 2 or targets_N.shape != x_ND.shape[:1]:
+        raise ValueError('x_ND must be rows, N x D, and targets_N a number for each, N, got '
+                         f'{tuple(x_ND.shape)} and {tuple(targets_N.shape)}; flatten batch and time first')
     if is_plain():
-        logits_NV = F.linear(x_ND, weight.to(x_ND.dtype), bias.to(x_ND.dtype))
+        logits_NV = F.linear(x_ND, cast_weight(weight, x_ND.dtype), cast_weight(bias, x_ND.dtype))
         return F.cross_entropy(logits_NV.to(_wide(x_ND)), targets_N, reduction='sum')
     refuse_transforms('head_loss')
     return _HeadLoss.apply(x_ND, targets_N, keep if torch.is_grad_enabled() else 'hidden', weight, bias)

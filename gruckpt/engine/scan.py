@@ -199,11 +199,22 @@ def _flat(
 
 def _call(step, xs, state, given=()) -> tuple:
     "One segment: its output as (leaves, spec), and the state after it likewise"
-    out, after = step(xs, state, *given)
+    found = step(xs, state, *given)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise ValueError(f'step must return two values, (out, state), got {_shapes(found)} (shapes of '
+                         'tensors)')
+    out, after = found
     (flat, spec), (_, expected) = _flat(after, 'the state that step returns'), tree_flatten(state)
     if spec != expected:
-        raise ValueError(f'step must return a state built like the one it got, {expected}, got {spec}')
+        first = '; give the first state as tensors, such as zeros' if state is None else ''
+        raise ValueError(f'step must return a state built like the one it got, {_shapes(state)}, got '
+                         f'{_shapes(after)} (shapes of tensors){first}')
     return _flat(out, 'what step returns'), (flat, spec)
+
+def _shapes(tree) -> str:
+    "A nest as an error shows it"
+    def shape(o): return tuple(o.shape) if isinstance(o, torch.Tensor) else o
+    return str(tree_map(shape, tree))
 
 # %% ../../nbs/engine/02_scan.ipynb #8b9934cd
 class _Run:
@@ -521,6 +532,8 @@ def scan_segments(
 ):                     # (what `step` returned, one entry a segment; the final state)
     "Run `step` over the segments of `plan`, keeping only the state at each cut; ValueError for bad input"
     _flat(state, 'state')
+    if not isinstance(plan, Plan):
+        raise ValueError(f'plan must be a Plan, got {plan!r}; Plan.split(n_steps, n_segments) makes one')
     for x in filter(torch.is_tensor, _flat(xs, 'xs')[0]):
         if x.dim() <= time_dim or x.shape[time_dim] != plan.n_steps:
             raise ValueError(f'every tensor of xs must be {plan.n_steps} steps long (plan.n_steps) along '

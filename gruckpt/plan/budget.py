@@ -292,7 +292,10 @@ def limit_bytes(
     "Bytes, from an int, a text, a card's loose name, or what this process can still have of the device"
     if limit == 'auto': return _free() if device == 'cpu' else _free_on_gpu(device)
     named = isinstance(limit, str) and not limit.strip().isdigit() and _plain(limit) in map(_plain, GPUS)
-    return GPUS[card_named(limit)].usable if named else parse_bytes(limit)
+    if named: return GPUS[card_named(limit)].usable
+    try: return parse_bytes(limit)
+    except ValueError as e:
+        raise ValueError(f"{e}; a limit may also be a card such as 'RTX 3080', or 'auto'") from None
 
 def _free_on_gpu(device:str) -> int:
     "Bytes that are free, and those that torch holds in this process"
@@ -565,8 +568,12 @@ class _Planner:
         found = [(lines[keep](self.n_steps, chunks), n, keep) for n, keep in uncut]
         return sorted(found, key=lambda o: o[:2])
 
+def _planner(spec, *args, **how) -> _Planner:
+    "Made once for many limits; anew when a name in the spec (`named`) stands for something else"
+    return _planner_of(getattr(spec, 'named', None), spec, *args, **how)
+
 @lru_cache(64)
-def _planner(*args, **how) -> _Planner: "Made once for many limits"; return _Planner(*args, **how)
+def _planner_of(named, *args, **how) -> _Planner: return _Planner(*args, **how)
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8009
 def seconds_of(
