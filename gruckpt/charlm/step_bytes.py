@@ -491,7 +491,7 @@ def _matrices(cell, n_in:int, width:int) -> tuple:
     return tuple(prod(shapes.get(name, (0,))) for name in ('weight_ih', 'weight_hh'))
 
 def _op_work(o:LayerBytes, op:str, n:int, m:int) -> Work:
-    "An operation of a layer on n steps in m chunks, a line in both; one that has kernels for each step walks"
+    "An operation of a layer on n steps in m chunks, a line in both; one with kernels for each step walks"
     count, sizes = o.cell.counts()[op], _matrices(o.cell, o.n_in, o.width)
     (of_input, of_state), walks = (2*o.batch*size for size in sizes), count.step > 0
     sums = (op == 'collect')*o.trained * sum(sizes) * max(o.item_w, 4)*2                  # read, written

@@ -511,7 +511,7 @@ def _caps(lens:np.ndarray, sums:np.ndarray, n_steps:int) -> list:
         mine = left & (more.T == m)
         tops = np.where(mine[..., None], rows[..., :-2], -1).max(1)
         rises, bent = np.diff(tops)//np.diff(lens), np.ones(tops.shape, bool)
-        bent[:, 1:-1] = rises[:, 1:] != rises[:, :-1]                              # elsewhere there is no knot
+        bent[:, 1:-1] = rises[:, 1:] != rises[:, :-1]                    # elsewhere there is no knot
         for i in np.flatnonzero(mine.any(1)).tolist():
             some, lines = bent[i], rows[i, mine[i]][:, [-3, -1]].tolist()
             found[i].curves.append(_curve(lens[some].tolist(), tops[i, some].tolist(), lines, m, n_steps))
@@ -541,6 +541,36 @@ def _side_by_side(
 ) -> tuple:       # arrays of words, for a `Stretch`
     "Several answers as the rows of one"
     return tuple(np.array(part)[:, None] for part in zip(*words))
+
+# %% ../../nbs/plan/01_budget.ipynb #c0de8123
+def _bends(lens:np.ndarray, sums:np.ndarray) -> np.ndarray:
+    "Lengths within the gaps in which a moment may not be a line"
+    gaps, rises = np.diff(lens), np.diff(sums[..., :-1])
+    even = rises[..., 1:]*gaps[:-1] == rises[..., :-1]*gaps[1:]
+    sides = ((0, 1), (1, 0))                                  # as the gap before it, or as the one after
+    even = reduce(np.logical_or, (np.pad(even, ((0, 0), (0, 0), side)) for side in sides))
+    return np.concatenate([lens[:0], *(np.arange(lens[i] + 1, lens[i + 1])
+                                       for i in np.flatnonzero(~even.all((0, 1))))])
+
+def _crossings(lens:np.ndarray, sums:np.ndarray) -> np.ndarray:
+    "Lengths within gaps, around those from which on another moment is the fullest"
+    more, sums, gaps, found = sums[..., -1] - sums[..., -2], sums[..., :-1], np.diff(lens), [lens[:0]]
+    for m in np.unique(more):
+        top = np.where((more == m)[..., None], sums, -1).argmax(0)
+        i, at = np.nonzero((top[:, 1:] != top[:, :-1]) & (gaps > 1))
+        p, q = top[i, at], top[i, at + 1]
+        ahead = sums[p, i, at] - sums[q, i, at]
+        closer = (ahead + sums[q, i, at + 1] - sums[p, i, at + 1]) // gaps[at]      # with each step
+        n = ahead // np.maximum(closer, 1)
+        found += [lens[at[ok]] + x[ok] for x in (n, n + 1) if len(ok := (0 < x) & (x < gaps[at]))]
+    return np.unique(np.concatenate(found))
+
+def _with_lens(lens:np.ndarray, sums:np.ndarray, more:np.ndarray) -> tuple:
+    "Lengths and bytes with those of further lengths, which lie on lines"
+    at = lens.searchsorted(more) - 1
+    rises = (sums[..., at + 1] - sums[..., at]) // (lens[at + 1] - lens[at])
+    added = sums[..., at] + rises*(more - lens[at])
+    return np.insert(lens, at + 1, more), np.insert(sums, at + 1, added, -1)
 
 # %% ../../nbs/plan/01_budget.ipynb #73ebd5fb
 class _Planner:
@@ -638,36 +668,6 @@ def _lines(o:_Planner, role:str) -> dict:
     chunk = counts[..., 2] - one - o.c*step
     parts = [o.rates.seconds(Work(*part)).tolist() for part in (step, chunk, one - step - chunk)]
     return dict(zip(words, map(_Line, *parts)))
-
-# %% ../../nbs/plan/01_budget.ipynb #c0de8123
-def _bends(lens:np.ndarray, sums:np.ndarray) -> np.ndarray:
-    "Lengths within the gaps in which a moment may not be a line"
-    gaps, rises = np.diff(lens), np.diff(sums[..., :-1])
-    even = rises[..., 1:]*gaps[:-1] == rises[..., :-1]*gaps[1:]
-    sides = ((0, 1), (1, 0))                                  # as the gap before it, or as the one after
-    even = reduce(np.logical_or, (np.pad(even, ((0, 0), (0, 0), side)) for side in sides))
-    return np.concatenate([lens[:0], *(np.arange(lens[i] + 1, lens[i + 1])
-                                       for i in np.flatnonzero(~even.all((0, 1))))])
-
-def _crossings(lens:np.ndarray, sums:np.ndarray) -> np.ndarray:
-    "Lengths within gaps, around those from which on another moment is the fullest"
-    more, sums, gaps, found = sums[..., -1] - sums[..., -2], sums[..., :-1], np.diff(lens), [lens[:0]]
-    for m in np.unique(more):
-        top = np.where((more == m)[..., None], sums, -1).argmax(0)
-        i, at = np.nonzero((top[:, 1:] != top[:, :-1]) & (gaps > 1))
-        p, q = top[i, at], top[i, at + 1]
-        ahead = sums[p, i, at] - sums[q, i, at]
-        closer = (ahead + sums[q, i, at + 1] - sums[p, i, at + 1]) // gaps[at]      # with each step
-        n = ahead // np.maximum(closer, 1)
-        found += [lens[at[ok]] + x[ok] for x in (n, n + 1) if len(ok := (0 < x) & (x < gaps[at]))]
-    return np.unique(np.concatenate(found))
-
-def _with_lens(lens:np.ndarray, sums:np.ndarray, more:np.ndarray) -> tuple:
-    "Lengths and bytes with those of further lengths, which lie on lines"
-    at = lens.searchsorted(more) - 1
-    rises = (sums[..., at + 1] - sums[..., at]) // (lens[at + 1] - lens[at])
-    added = sums[..., at] + rises*(more - lens[at])
-    return np.insert(lens, at + 1, more), np.insert(sums, at + 1, added, -1)
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de800a
 _SAME = 1 + 1e-12    # seconds nearer than that are equal
