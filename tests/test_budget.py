@@ -9,8 +9,8 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
