@@ -3,9 +3,12 @@ import importlib.util
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
+from gruckpt.bench.plans import agreement
 from gruckpt.bench.rnn import bench_rnn
+from gruckpt.commands.cli import main
 
 TINY = dict(batch=2, n_steps=6, hidden=4, n_layers=2, n_segments=3, dtype='float64', repeats=1, naive=False)
 
@@ -30,3 +33,13 @@ def test_with_jax_its_switch_is_put_back():
 def test_importing_bench_loads_no_jax():
     code = 'import sys, gruckpt.bench.rnn; sys.exit("jax" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code]).returncode == 0
+
+
+def test_plans_are_set_beside_their_count(tmp_path, capsys):
+    sizes = '--batch-size 2 --steps 6 --hidden 4 --layers 1 --vocab-size 9 --repeats 1'
+    assert not main(['bench', 'plans', *sizes.split(), '--out', str(tmp_path)])
+    shown, table = capsys.readouterr().out, pd.read_csv(tmp_path/'bench_plans.csv')
+    assert len(table) > 4
+    assert 'rank correlation' in shown and all(plan in shown for plan in table.plan)
+    alike = table.assign(measured_ratio=table.predicted_ratio)
+    assert agreement(alike)['rank correlation'] == pytest.approx(1)

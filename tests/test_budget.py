@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +21,8 @@ from fuzz_bytes import case_of  # noqa: E402
 from fuzz_plan import Question, least_seconds  # noqa: E402
 from test_fuzz_bytes import SEEDS  # noqa: E402
 
-from gruckpt.plan.budget import (GPUS, DoesNotFit, Explorer, Ledger, Rates, estimate, estimate_any, fit,  # noqa: E402
-                            max_batch, seconds_of, what_fits)
+from gruckpt.plan.budget import (GPUS, DoesNotFit, Explorer, Ledger, Rates, _Planner, estimate,  # noqa: E402
+                            estimate_any, fit, max_batch, seconds_of, what_fits)
 from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.measure.meter import Meter, human, nbytes, parse_bytes
 from gruckpt.measure.shadow import shadow
@@ -435,3 +436,22 @@ def test_a_ledger_prints():
         ['forward:', 'x'], ['weights', '1.00', 'MiB'], ['logits', '1', 'B'], ['sum', '1.00', 'MiB'],
         ['context', '512', 'B']]
     assert ledger._repr_markdown_().splitlines()[1] == '|---|---:|'
+
+
+@pytest.mark.parametrize('spec, batch, how', [
+    (GRUSpec(30, 300, 2), 1, {}),
+    (GRUSpec(300, 16, 3, norm='output', dropout=.3), 2, {'precision': 'bfloat16'}),
+    (GRUSpec(2, 16, 1, tied=True), 3, {'precision': 'pure bfloat16', 'teacher_forcing': .5}),
+    (GRUSpec(300, 16, 2), 1, {'frozen': ('head',), 'precision': 'float64'})])
+def test_few_lengths_tell_the_longest_segment_of_all(spec, batch, how):
+    "Bytes are counted at some lengths only: the caps are those of a count of every length"
+    o, every = (_Planner(spec, batch, 4000, **how) for _ in 'ab')
+    every.__dict__['lens'] = np.arange(1, min(4000, spec.rhythm(batch, 'cpu')[1] + 2) + 1)
+    assert len(o.lens) < len(every.lens) / 4
+    coin = np.random.default_rng(0)
+    for role in 'first', 'middle', 'last':
+        for keep in o.of[role]:
+            few, all_ = o.caps(role, keep), every.caps(role, keep)
+            rooms = all_.bytes(coin.integers(1, 4001, 200), 2)
+            rooms, before = np.concatenate([rooms, rooms - 1, [0]]), coin.integers(1, 9, 401)
+            assert (few(rooms, before) == all_(rooms, before)).all()

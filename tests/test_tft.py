@@ -588,3 +588,33 @@ def test_q_risk_and_coverage():
     predicted = torch.tensor([[0., 2.], [-4., -2.], [0., 0.]])
     assert q_risk(predicted, target, (.1, .9), mask).tolist() == pytest.approx([2 * .2 / 4, 2 * .2 / 4])
     assert coverage(predicted, target, mask).tolist() == [0, 1]
+
+
+def measured_late(spec, batch, tier, precision, n_real):
+    "Most bytes of a step whose pasts have so many steps"
+    dtype = {'pure bfloat16': torch.bfloat16, 'float64': torch.float64}.get(precision, torch.float32)
+    model, windows = TFT(spec, dtype=dtype), empty_batch(spec, batch, dtype, 'cpu')
+    windows = windows._replace(past_mask=torch.arange(spec.lookback) >= spec.lookback - n_real[:, None])
+    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
+    with Meter(model, optimizer, windows[:-1]) as meter:
+        with torch.autocast('cpu', torch.bfloat16, enabled=precision == 'bfloat16'):
+            loss = model.loss(windows, plan=tier)[0]
+        loss.backward()
+        del loss
+        optimizer.step()
+    return meter.peak
+
+
+@pytest.mark.parametrize('batch, tier, precision, exact', [
+    (16, Tier.off, 'float32', True), (16, Tier(('lstm_encoder',)), 'bfloat16', True),
+    (40, Tier(('historical_vsn', 'lstm_encoder')), 'float64', True), (2, Tier.off, 'pure bfloat16', False)])
+def test_pasts_that_begin_late_never_take_more_than_is_counted(batch, tier, precision, exact):
+    "Reported: 64 bytes over the count. Most is taken where one begins a step late, another two, and so on"
+    spec = TFTSpec(0, 2, 1, hidden=16, heads=2, lookback=5, horizon=4, dropout=.1)
+    most = tier_ledger(spec, batch, tier, packed=True, clip=False, optimizer='sgd', precision=precision).total
+    late = (torch.arange(batch) - batch + 1 + k for k in range(min(batch, 5)))
+    stairs = [measured_late(spec, batch, tier, precision, 5 - n.clamp(0, 4)) for n in late]
+    coin = torch.Generator().manual_seed(0)
+    others = [torch.randint(1, 6, (batch,), generator=coin), torch.ones(batch, dtype=int)]
+    seen = stairs + [measured_late(spec, batch, tier, precision, n_real) for n_real in others]
+    assert max(seen) == most if exact else max(seen) <= most

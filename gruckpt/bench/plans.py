@@ -12,7 +12,7 @@ from statistics import median
 import pandas as pd
 import torch
 
-from .rnn import check_at_least_1, using_threads
+from .rnn import check_at_least_1, check_device, using_threads
 from ..charlm.model import GRULM, GRUSpec
 from ..charlm.text import Batch
 from ..plan.budget import Rates, clock_of, estimate, frontier, seconds_of
@@ -47,6 +47,7 @@ def bench_plans(
     "Seconds of ten plans, counted and measured; ValueError for bad input"
     sizes = dict(batch=batch, n_steps=n_steps, hidden=hidden, n_layers=n_layers, vocab_size=vocab_size)
     for name, n in (sizes | {'rounds': rounds}).items(): check_at_least_1(name, n)
+    check_device(device)
     spec = GRUSpec(vocab_size, hidden, n_layers, norm=norm)
     with using_threads(threads), torch.random.fork_rng([device] if device == 'cuda' else []):
         rates = Rates.measured(batch, hidden, device)

@@ -8,6 +8,7 @@ __all__ = ['cell_of', 'parts_of', 'moments_of', 'rhythm', 'work_of']
 # %% ../../nbs/charlm/02_step_bytes.ipynb #5a50a59f
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -77,11 +78,17 @@ class _Counted:
         "Are the layers?"
         words = self.keeps[:-1]
         return not self.frozen and all(isinstance(k, str) for k in words) and len(set(words)) == 1
+    @cached_property
+    def n_gates(self) -> list:
+        "Of the lowest 0, 1, ... layers, how many keep gates"
+        return list(accumulate((1*(keep == 'gates') for keep in self.keeps[:-1]), initial=0))
     def embedded(self, n): return n * self.batch * self.spec.hidden * self.item_w
     def targets(self, n): "In a row; one row or one step is a row already"; return _targets(self, n)
-    def layer(self, k:int): return self.above if k and self.alike else self.layers[k]
+    def layer(self, k:int) -> LayerBytes: "With what it keeps"; return _keeping(self.each[k], self.keeps[k])
     @cached_property
-    def layers(self) -> list: return [_layer_bytes(self, k) for k in range(self.spec.n_layers)]
+    def each(self) -> list:
+        "The layers, for what does not depend on what they keep"
+        return [_layer_bytes(self, k) for k in range(self.spec.n_layers)]
     @cached_property
     def above(self) -> LayerBytes: "Any layer but the first"; return _layer_bytes(self, 1)
     @cached_property
@@ -95,8 +102,7 @@ class _Counted:
 # %% ../../nbs/charlm/02_step_bytes.ipynb #63aa71fd
 def _targets(o:_Counted, n): return (o.batch > 1) * (n > 1) * n * o.batch * 8
 def _record(o:_Counted, n, n_layers:int):
-    gates = sum(keep == 'gates' for keep in o.keeps[:n_layers])
-    return n_layers*o.above.states(n) + gates*o.above.gates(n)
+    return n_layers*o.above.states(n) + o.n_gates[n_layers]*o.above.gates(n)
 
 def _gain(spec) -> int: return spec.hidden if spec.norm == 'output' else 0
 
@@ -104,10 +110,17 @@ def _layer_bytes(o:_Counted, k:int) -> LayerBytes:
     "Layer `k` counted; the first reads the embedding's output, in the type of the weights"
     spec, (item, item_w) = o.spec, (o.item, o.item_w)
     dropped, item_x = bool(k and spec.dropout), item if k else item_w
-    D, keep = spec.hidden, o.keeps[k]
-    return LayerBytes(cell_of(spec), D, D, o.batch, keep, item, item_x, item_w, dropped,
+    return _one_layer(cell_of(spec), spec.hidden, o.batch, item, item_x, item_w, dropped,
                       bool(k and o.gain), o.trains(f'layer {k - 1}'), o.trains(f'layer {k}'),
                       bool(k) or o.trains('embedding'), o.device, o.backend)
+
+@lru_cache
+def _one_layer(cell, D:int, batch:int, *args) -> LayerBytes:
+    "Layers of one kind are one, so that what was counted for one is known for all"
+    return LayerBytes(cell, D, D, batch, 'hidden', *args)
+
+def _keeping(layer:LayerBytes, keep) -> LayerBytes:
+    return layer if isinstance(keep, str) and keep == layer.keep else replace(layer, keep=keep)
 
 def _head_bytes(o:_Counted) -> HeadBytes:
     "The head counted; a tied matrix is trained with the embedding"
@@ -134,7 +147,7 @@ def _gain_copy(o:_Counted) -> int: return o.mixed * o.gain * o.item
 
 def _copies(o:_Counted, k:int=0) -> int:
     "Bytes of the layers' weights in the type of the arithmetic, from layer `k` up to the last norm"
-    return o.layer(k).casts() + (o.spec.n_layers - 1 - k) * o.above.casts() + _gain_copy(o)
+    return o.each[k].casts() + (o.spec.n_layers - 1 - k) * o.above.casts() + _gain_copy(o)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #948a3e5f
 def _forward_moments(o:_Counted, n, i, name:str) -> dict:
@@ -144,7 +157,7 @@ def _forward_moments(o:_Counted, n, i, name:str) -> dict:
     kept = {'states at cuts': i*o.state, 'record': o.record(n, L), 'embedding output': o.embedded(n),
             'losses': i*o.wide}
     read = kept | {'normed output': o.normed(n), 'weight copies': layers + later}
-    top = layers + later - (i == 0)*_gain_copy(o) if o.cut else o.layer(L - 1).casts()
+    top = layers + later - (i == 0)*_gain_copy(o) if o.cut else o.each[L - 1].casts()
     found = {f'forward: top layer, {name}': kept | {'weight copies': top, 'final states': (L - 1)*o.above.row,
                                                     'scratch': o.layer(L - 1).forward(n)},
              f'forward: final states, {name}': read | {'final states': 2*o.final},
@@ -212,7 +225,7 @@ def _norm_moment(o:_Counted, n, base:dict, sums, copies, name:str) -> dict:
 
 def _layer_moments(o:_Counted, n, k:int, base:dict, sums, copies, at_states, name:str) -> dict:
     "The way back through layer `k`"
-    layer, L = o.layer(k), o.spec.n_layers
+    layer, L = o.each[k], o.spec.n_layers
     into = layer.into * n*o.batch*o.spec.hidden*layer.item_x
     kept = base | {'record': o.record(n, k + 1), 'embedding output': o.embedded(n), 'gradient sums': sums,
                    'weight copies': copies, 'gradients at outputs': n*layer.row + into,
@@ -235,7 +248,7 @@ def _last_moments(o:_Counted, n, i, name:str) -> dict:
     found |= _norm_moment(o, n, later, above + whole*_top_gain(o), cut*head + _gain_copy(o), name)
     for k in {L - 1, min(1, L - 1), 0} if o.alike else range(L):
         now, through = whole*_sums_of(o, k), done*_sums_above(o, k)
-        copies = head + _copies(o, k) if cut else o.layer(k).casts()
+        copies = head + _copies(o, k) if cut else o.each[k].casts()
         more = later if cut else later | {'gradients': o.head.gradients + through}
         found |= _layer_moments(o, n, k, more, above + now + cut*through, copies,
                                 cut*(L - 1 - k)*o.state//L, name)
@@ -323,7 +336,7 @@ def _ahead(o:_Counted) -> int: return min(o.plan.n_steps, default_chunk_len(o.ba
 
 def _one_step(o:_Counted, k:int) -> tuple:
     "A step of layer `k`, the input of the layer below at hand: (scratch, what is left of its own input)"
-    at, B = o.layer(k), o.batch
+    at, B = o.each[k], o.batch
     step = at.scratch(1).advance
     if not k: return max(o.embedded(1) + max(8*B, o.mixed*at.row), at.row + step), at.row
     below, own = _one_step(o, k - 1)[1], at.copied*at.row
@@ -393,12 +406,13 @@ def _taped(o:_Counted, n, moments:dict) -> dict:
 # %% ../../nbs/charlm/02_step_bytes.ipynb #c0de1102
 def _of_stretch(o:_Counted, role:str, n, i) -> list:
     "(steps of the segment that is recorded or 0, its moments) of segments of n steps, i cuts after the first"
-    again = n, _again_moments(o, n, i * (role != 'first'), 'a segment run again')
+    if role in ('first', 'middle'):
+        again = n, _again_moments(o, n, i * (role != 'first'), 'a segment run again')
+        if role == 'first': return [(n, _forward_moments(o, n, 0, 'first segment')), again]
+        return [(0, _passing_moments(o, n, i)), again]
     if role == 'only':
         name = 'the only segment'
         return [(n, _forward_moments(o, n, 0, name) | _last_moments(o, n, 0, name))]
-    if role == 'first': return [(n, _forward_moments(o, n, 0, 'first segment')), again]
-    if role == 'middle': return [(0, _passing_moments(o, n, i)), again]
     last = 'last segment'
     return [(n, _forward_moments(o, n, i, last) | {'forward: mean of all': _mean(o, n, i)}),
             (n, _last_moments(o, n, i, last))]
@@ -481,7 +495,7 @@ def _matrices(cell, n_in:int, width:int) -> tuple:
     return tuple(prod(shapes.get(name, (0,))) for name in ('weight_ih', 'weight_hh'))
 
 def _op_work(o:LayerBytes, op:str, n:int, m:int) -> Work:
-    "An operation of a layer on n steps in m chunks; one that has kernels for each step walks"
+    "An operation of a layer on n steps in m chunks, a line in both; one with kernels for each step walks"
     count, sizes = o.cell.counts()[op], _matrices(o.cell, o.n_in, o.width)
     (of_input, of_state), walks = (2*o.batch*size for size in sizes), count.step > 0
     sums = (op == 'collect')*o.trained * sum(sizes) * max(o.item_w, 4)*2                  # read, written
@@ -497,14 +511,16 @@ def _input_work(o:LayerBytes, n:int, m:int) -> Work:
     return Work(moved=n*rows*o.row, launches=m*launches)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #c0f9ff97
-def _there(o:LayerBytes, n:int, m:int) -> Work:
-    return _op_work(o, 'project', n, m) + _op_work(o, 'advance', n, m) + _input_work(o, n, m)
+_PASSES = {'there': ('project', 'advance'), 'again': ('project', 'rebuild'),
+           'back': ('factors', 'reverse', 'collect')}
 
-def _back(o:LayerBytes, n:int, m:int, rebuilt:tuple) -> Work:
-    "`rebuilt` are steps and chunks"
-    made = [_op_work(o, op, *rebuilt) * (o.keep == 'hidden') for op in ('project', 'rebuild')]
-    made += [_op_work(o, op, n, m) for op in ('factors', 'reverse', 'collect')]
-    return sum(made, _input_work(o, n, m))
+@lru_cache
+def _pass_work(o:LayerBytes, name:str) -> tuple:
+    "(of a step, of a chunk): a layer's way there, its gates made again, its way back"
+    def of(n, m):
+        own = _input_work(o, n, m) * (name != 'again')
+        return sum((_op_work(o, op, n, m) for op in _PASSES[name]), own)
+    return of(1, 0), of(0, 1)
 
 def _head_work(o:_Counted, n:int, again:bool) -> Work:
     "Rows of the head, in or out of a segment that runs twice; without launches: no plan changes them much"
@@ -529,14 +545,15 @@ def _n_chunks(n, c:int): return -(-n // c)
 def _segments_work(o:_Counted, n:int, m:int, count:int, again:bool) -> Work:
     "`count` segments, n steps and m chunks in all, that run once or, `again`, twice"
     c, L, total = rhythm(o.spec, o.batch, o.device)[0], o.spec.n_layers, _head_work(o, n, again)
-    for k in range(L):
-        layer, handed = o.layer(k), again and k == L - 1
-        total += _there(layer, n, m) * (1 + again)
-        rebuilt = ((m - count) * c, m - count) if handed else (n, m)
-        total += _back(layer, n, m, rebuilt)
-        total += Work(launches=count * (8 + 6*again),                   # states copied, biases, sums
-                      chunks=m*(3 + again) + rebuilt[1]*(layer.keep == 'hidden'))    # a way back is two
-    return total + Work(cuts=count*again)
+    step, chunk = (sum((_pass_work(layer, 'there')[i] * (1 + again) + _pass_work(layer, 'back')[i]
+                        for layer in o.each), Work()) for i in (0, 1))
+    total += step*n + chunk*m + Work(launches=L*count * (8 + 6*again),      # states copied, biases, sums
+                                     chunks=L*m*(3 + again), cuts=count*again)       # a way back is two
+    *below, top = (1*(keep == 'hidden') for keep in o.keeps[:-1])           # the top layer hands over a chunk
+    steps, chunks = (sum(below)*x + top*y for x, y in
+                     (((n, (m - count)*c), (m, m - count)) if again else ((n, n), (m, m))))
+    step, chunk = _pass_work(o.each[0], 'again')                            # the same for all layers
+    return total + step*steps + chunk*chunks + Work(chunks=chunks)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #3c5e2758
 def work_of(

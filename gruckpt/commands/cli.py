@@ -520,6 +520,30 @@ def _bench_tft_command(
         table.to_csv(out/'bench_tft.csv')
         print_answer('files  ', out/'bench_tft.csv')
 
+# %% ../../nbs/commands/03_cli.ipynb #c0de8130
+@bench_app.command('plans')
+def _bench_plans_command(
+    out:Annotated[Path, Option(help='folder for bench_plans.csv')] = Path('bench'),
+    batch_size:BatchSize = 32,    # as in every command
+    steps:Annotated[int, Option(help='time steps, T')] = 128,
+    hidden:Annotated[int, Option(help='width, D')] = 256,
+    layers:Annotated[int, Option(help='layers, L')] = 2,
+    vocab_size:Annotated[int, Option(help='characters, V')] = 84,
+    norm:Annotated[str, Option(help='RMSNorm: none, state or output')] = 'none',
+    device:Annotated[str, Option(help='cpu or cuda')] = 'cpu',
+    repeats:Annotated[int, Option(help='timed rounds, after one to warm up')] = 5,
+    threads:Threads = 1,          # as in every command
+):
+    "Ten plans of a language model, seconds counted and measured, and how far their order agrees."
+    with ending(), refusing():
+        from gruckpt.bench.plans import agreement, bench_plans, save_plans
+        _check_bench(out, threads)
+        table = bench_plans(batch_size, steps, hidden, layers, vocab_size, None if norm == 'none' else norm,
+                            device, repeats, threads)
+        print_answer(table.iloc[:, :6].round(4).to_string(index=False))
+        for name, value in agreement(table).items(): print_answer(f'{name:<17}{value:.3f}')
+        print_answer('files  ', *save_plans(table, out))
+
 # %% ../../nbs/commands/03_cli.ipynb #f64516c5
 @app.command('report')
 def _report_command(

@@ -16,7 +16,7 @@ from torch.backends.cudnn.rnn import get_cudnn_mode
 
 from .cells import Scratch, backend_for, is_fused
 from .layer import mask_scratch
-from ..plan.segment import default_chunk_len
+from ..plan.segment import constants_for, default_chunk_len
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #5e2f90d9
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class LayerBytes:
     def copied(self) -> bool:
         "Is a chunk's input copied?"
         return self.dropped or self.x_normed or self.item_x != self.item
-    def chunk(self, n): "Steps in flight"; return np.minimum(n, default_chunk_len(self.batch, self.device))
+    def chunk(self, n): "Steps in flight"; return _once(self, n, _chunk)
     @property
     def fused(self) -> bool: "By torch's own op?"; return is_fused(self.cell, self.device, self.backend)
-    def states(self, n): "What `keep='hidden'` keeps"; return _rows_of_states(self, n) * self.row
-    def gates(self, n): "What `keep='gates'` keeps more"; return _gates(self, n)
+    def states(self, n): "What `keep='hidden'` keeps"; return _once(self, n, _states)
+    def gates(self, n): "What `keep='gates'` keeps more"; return _once(self, n, _gates)
     def output(self, n): "The copy that a caller gets, where nobody says it is only read"; return n * self.row
     def record(self, n): return self.states(n) + (self.keep == 'gates') * self.gates(n)
     def part(self, n): "The input of a chunk"; return self.chunk(n) * self.batch * self.n_in * self.item
@@ -77,12 +77,24 @@ class LayerBytes:
     @property
     def lent(self) -> bool: "Are a chunk's buffers the backend's?"; return _walk(self).held is not None
     def held(self, n): "In those, after a first pass forward, and after one back"; return _held(self, n)
-    def scratch(self, n) -> Scratch: "Of the cell's operations on a chunk"; return _scratch(self, n)
-    def forward(self, n): "Scratch of the forward pass"; return _forward_scratch(self, n)
-    def backward(self, n): "Scratch of our way back"; return _backward_scratch(self, n)
+    def scratch(self, n) -> Scratch: "Of the cell's operations on a chunk"; return _once(self, n, _scratch)
+    def forward(self, n): "Scratch of the forward pass"; return _once(self, n, _forward_scratch)
+    def backward(self, n): "Scratch of our way back"; return _once(self, n, _backward_scratch)
     def back(self, n, at_state=False): "Of the way back, gradients too"; return _back(self, n, at_state)
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #9f08baea
+def _once(o:LayerBytes, n, count):
+    "`count(o, n)`; of the same array of steps it is known from before, as a search asks for each many times"
+    if not isinstance(n, np.ndarray): return count(o, n)
+    known, device = o.__dict__.setdefault('known', {}), constants_for(o.device)
+    before = known.get(count)
+    if before is None or before[0] is not n or before[1] != device:
+        before = known[count] = n, device, count(o, n)
+    return before[2]
+
+def _chunk(o:LayerBytes, n): return np.minimum(n, default_chunk_len(o.batch, o.device))
+def _states(o:LayerBytes, n): return _rows_of_states(o, n) * o.row
+
 def _casts(o:LayerBytes) -> int:
     return 0 if o.item == o.item_w else o.item * (o.numbers + o.x_normed*o.n_in)
 

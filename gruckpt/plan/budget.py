@@ -21,6 +21,7 @@ from functools import cache, cached_property, lru_cache, partial, reduce, single
 from html import escape
 from importlib.util import find_spec
 from itertools import count
+from math import isqrt
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -33,6 +34,11 @@ from ..measure.shadow import NotFollowed, add_hooks, hooks_of, shadow, without_o
 from .segment import Plan, Stretch, Work, default_chunk_len
 
 # %% ../../nbs/plan/01_budget.ipynb #56a1a7e0
+def _sum(numbers) -> int:
+    "Plain ones first, which takes less time than to add each to an array"
+    arrays = [n for n in numbers if isinstance(n, np.ndarray)]
+    return sum(arrays, sum(n for n in numbers if not isinstance(n, np.ndarray)))
+
 @dataclass(frozen=True)
 class Ledger:
     """Bytes by name, for every moment of a training step
@@ -54,7 +60,7 @@ class Ledger:
     note:str = ''
 
     @property
-    def sums(self) -> dict: "Of each moment"; return {m: sum(t.values()) for m, t in self.moments.items()}
+    def sums(self) -> dict: "Of each moment"; return {m: _sum(t.values()) for m, t in self.moments.items()}
     @property
     def at(self) -> str: "The fullest moment"; sums = self.sums; return max(sums, key=sums.get)
     @property
@@ -449,11 +455,11 @@ class _Caps:
 
     def __call__(self, room, before) -> np.ndarray:
         "Steps, 0 if not even one; `room` in bytes and `before` may be arrays"
-        most = np.full(np.broadcast_shapes(np.shape(room), np.shape(before)), self.n_steps)
+        most = self.n_steps
         for more, knots, sums, slopes in self.curves:
-            left = room - more*(before - 1)
-            at = np.searchsorted(sums, left, 'right') - 1
-            most = np.minimum(most, np.where(at < 0, 0, knots[at] + (left - sums[at])//slopes[at]))
+            left = np.asarray(room - more*(before - 1))
+            at = sums.searchsorted(left, 'right') - 1
+            most = np.minimum(most, knots[at] + (left - sums[at])//np.maximum(slopes[at], 1))
         return most
 
     def bytes(self, lens, before) -> np.ndarray:
@@ -467,28 +473,33 @@ class _Caps:
     @cached_property
     def grows(self) -> int:
         "Fewest bytes that a further step adds"
-        return min(int(slopes.min()) for *_, slopes in self.curves)
+        return max(1, min(int(slopes.min()) for *_, slopes in self.curves))
 
     def most_before(self, room:int) -> int:
         "The largest number of segments before one of a step; 0 if not even one"
-        left = [(room - sums[0], more) for more, _, sums, _ in self.curves]
+        left = [(room - sums[1], more) for more, _, sums, _ in self.curves]
         if min(left)[0] < 0: return 0
         return int(min([self.n_steps, *(n//more + 1 for n, more in left if more > 0)]))
 
 # %% ../../nbs/plan/01_budget.ipynb #d5a0290f
-def _curve(lens:np.ndarray, sums:np.ndarray, more:int, n_steps:int) -> tuple:
-    "The fullest of some moments (rows of `sums`) at each length, as knots with even growth between them"
-    knots, top, at = lens.tolist(), sums.max(0).tolist(), int(lens[-1])
-    now = [(row[-1], row[-1] - row[-2] if len(row) > 1 else 0) for row in sums[:, -2:].tolist()]
-    while at < n_steps:                                     # beyond `lens` each moment is a line
+def _beyond(at:int, now:list, n_steps:int) -> tuple:
+    "Knots beyond length `at`, where moments are lines (bytes, bytes a step), and the bytes of the fullest"
+    knots, top = [], []
+    while at < n_steps:
         most, slope = max(now)
         ahead = [(most - v)//(s - slope) for v, s in now if s > slope]
         n = min([*ahead, n_steps - at]) or 1                # up to where another line takes over
         at, now = at + n, [(v + n*s, s) for v, s in now]
         knots.append(at)
         top.append(max(now)[0])
-    knots, top = np.array(knots), np.array(top)
-    return int(more), knots, top, np.append(np.maximum(np.diff(top)//np.diff(knots), 1), _MOST)
+    return knots, top
+
+def _curve(lens:list, top:list, lines:list, more:int, n_steps:int) -> tuple:
+    "The fullest of some moments at each length, as knots with even growth between them"
+    knots, beyond = _beyond(lens[-1], lines, n_steps)
+    knots, top = [*lens, *knots], [*top, *beyond]
+    slopes = [(y - x)//(b - a) for a, b, x, y in zip(knots, knots[1:], top, top[1:])]
+    return more, np.array([0, *knots]), np.array([-_MOST, *top]), np.array([2*_MOST, *slopes, 2*_MOST])
 
 def _caps(lens:np.ndarray, sums:np.ndarray, n_steps:int) -> list:
     """`_Caps` of each choice, from moments x choices x lengths, of which the last comes twice, first with
@@ -499,10 +510,16 @@ def _caps(lens:np.ndarray, sums:np.ndarray, n_steps:int) -> list:
     below = (rows[:, :, None] <= rows[:, None]).all(-1)     # never fuller than another
     later = np.tri(len(more), k=-1, dtype=bool)             # of equals the first one stays
     left = ~(below & (~below.swapaxes(1, 2) | later)).any(-1)
-    def caps(mine):
-        more = mine[:, -2]
-        return _Caps([_curve(lens, mine[more == m, :-2], m, n_steps) for m in set(more.tolist())], n_steps)
-    return [caps(row[some]) for row, some in zip(rows, left)]
+    found = [_Caps([], n_steps) for _ in rows]
+    for m in set(more[left.T].tolist()):
+        mine = left & (more.T == m)
+        tops = np.where(mine[..., None], rows[..., :-2], -1).max(1)
+        rises, bent = np.diff(tops)//np.diff(lens), np.ones(tops.shape, bool)
+        bent[:, 1:-1] = rises[:, 1:] != rises[:, :-1]                    # elsewhere there is no knot
+        for i in np.flatnonzero(mine.any(1)).tolist():
+            some, lines = bent[i], rows[i, mine[i]][:, [-3, -1]].tolist()
+            found[i].curves.append(_curve(lens[some].tolist(), tops[i, some].tolist(), lines, m, n_steps))
+    return found
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8008
 @dataclass(frozen=True)
@@ -529,6 +546,36 @@ def _side_by_side(
     "Several answers as the rows of one"
     return tuple(np.array(part)[:, None] for part in zip(*words))
 
+# %% ../../nbs/plan/01_budget.ipynb #c0de8123
+def _bends(lens:np.ndarray, sums:np.ndarray) -> np.ndarray:
+    "Lengths within the gaps in which a moment may not be a line"
+    gaps, rises = np.diff(lens), np.diff(sums[..., :-1])
+    even = rises[..., 1:]*gaps[:-1] == rises[..., :-1]*gaps[1:]
+    sides = ((0, 1), (1, 0))                                  # as the gap before it, or as the one after
+    even = reduce(np.logical_or, (np.pad(even, ((0, 0), (0, 0), side)) for side in sides))
+    return np.concatenate([lens[:0], *(np.arange(lens[i] + 1, lens[i + 1])
+                                       for i in np.flatnonzero(~even.all((0, 1))))])
+
+def _crossings(lens:np.ndarray, sums:np.ndarray) -> np.ndarray:
+    "Lengths within gaps, around those from which on another moment is the fullest"
+    more, sums, gaps, found = sums[..., -1] - sums[..., -2], sums[..., :-1], np.diff(lens), [lens[:0]]
+    for m in np.unique(more):
+        top = np.where((more == m)[..., None], sums, -1).argmax(0)
+        i, at = np.nonzero((top[:, 1:] != top[:, :-1]) & (gaps > 1))
+        p, q = top[i, at], top[i, at + 1]
+        ahead = sums[p, i, at] - sums[q, i, at]
+        closer = (ahead + sums[q, i, at + 1] - sums[p, i, at + 1]) // gaps[at]      # with each step
+        n = ahead // np.maximum(closer, 1)
+        found += [lens[at[ok]] + x[ok] for x in (n, n + 1) if len(ok := (0 < x) & (x < gaps[at]))]
+    return np.unique(np.concatenate(found))
+
+def _with_lens(lens:np.ndarray, sums:np.ndarray, more:np.ndarray) -> tuple:
+    "Lengths and bytes with those of further lengths, which lie on lines"
+    at = lens.searchsorted(more) - 1
+    rises = (sums[..., at + 1] - sums[..., at]) // (lens[at + 1] - lens[at])
+    added = sums[..., at] + rises*(more - lens[at])
+    return np.insert(lens, at + 1, more), np.insert(sums, at + 1, added, -1)
+
 # %% ../../nbs/plan/01_budget.ipynb #73ebd5fb
 class _Planner:
     "All plans of a spec, a batch and a length, for any limit; or those that keep states only"
@@ -554,6 +601,15 @@ class _Planner:
 
     @cached_property
     def rates(self) -> Rates: return self.given or RATES[self.how.get('device', 'cpu')]
+
+    @cached_property
+    def lens(self) -> tuple:
+        "Lengths at which bytes are counted: all up to where each moment is a line, or with gaps"
+        c, even = self.spec.rhythm(self.batch, self.device)
+        most, gap = min(self.n_steps, even + 2), isqrt(even)
+        lens = np.arange(1, most + 1)
+        if self.how.get('backend') == 'torch' or most < c + 6*gap: return lens
+        return np.concatenate([lens[:c + 2], lens[c + 1 + gap:-3:gap], lens[-3:]])
 
     @cached_property
     def uncut(self) -> list:
@@ -595,12 +651,20 @@ def _beside_of(spec, n_segments:int, device:str='cpu', **_) -> int:
 
 def _sums_of(o:_Planner, role:str) -> tuple:
     "(lengths, bytes of moments x choices x lengths), from the same formulas as `estimate`; see `_caps`"
-    only, T = role == 'only', o.n_steps
-    lens = np.array([T]) if only else np.arange(1, min(T, o.spec.rhythm(o.batch, o.device)[1] + 2) + 1)
-    at, before = np.append(lens, lens[-1]), np.append(lens*0 + (not only), 2*(not only))
-    words = o.of[role]
-    found = estimate(o.spec, o.batch, Stretch(T, role, at, before, _side_by_side(words)), **o.how).sums
-    return lens, np.stack([np.broadcast_to(s, (len(words), len(at))) for s in found.values()])
+    T, words = o.n_steps, o.of[role]
+    lens = np.array([T]) if role == 'only' else o.lens
+    keep = _side_by_side(words)
+    def count(lens):
+        at, before = np.append(lens, lens[-1]), np.append(lens*0 + (role != 'only'), 2*(role != 'only'))
+        found = estimate(o.spec, o.batch, Stretch(T, role, at, before, keep), **o.how).sums
+        sums = np.empty((len(found), len(words), len(at)), int)
+        for i, n in enumerate(found.values()): sums[i] = n
+        return sums
+    sums = count(lens)
+    if lens[-1] == len(lens) or role == 'only': return lens, sums
+    if len(more := _bends(lens, sums)): sums = count(lens := np.union1d(lens, more))
+    while len(more := _crossings(lens, sums)): lens, sums = _with_lens(lens, sums, more)
+    return lens, sums
 
 def _lines(o:_Planner, role:str) -> dict:
     "What a segment of each choice costs, from its counted work"
@@ -717,11 +781,11 @@ def _coarse(o:_Planner, limit:int) -> np.ndarray:
     def seconds(n, k):
         return (more*n + whole*np.maximum(n/c, 1) + ends + step*(T - n)
                 + chunk*np.maximum(k, (T - n)/c) + once*k)
-    least, found = np.clip(T - most, 1, last), np.inf
-    corners, kinks = (least, last), (c, T - c*(low - 1), T - c*(high - 1))
-    for n in (*corners, *(np.clip(n, least, last) for n in kinks)):
-        for k in (low - 1, high - 1, np.clip((T - n)/c, low - 1, high - 1)):
-            found = np.minimum(found, seconds(n, k))
+    least, last = np.clip(T - most, 1, last), last + 0*most
+    kinks = (np.clip(n, least, last) for n in (c, T - c*(low - 1), T - c*(high - 1)))
+    n = np.stack([least, last, *kinks])
+    ks = (low - 1, high - 1, np.clip((T - n)/c, low - 1, high - 1))
+    found = np.minimum.reduce([seconds(n, k).min(0) for k in ks])
     return np.where((last > 0) & (most + last >= T), found, np.inf)
 
 # %% ../../nbs/plan/01_budget.ipynb #cef6baa5

@@ -127,9 +127,19 @@ _RULES = {name: rule for rule, names in {
     _like: 'elu sigmoid tanh neg _softmax _softmax_backward_data masked_fill.Scalar', _glu: 'glu',
     _sum: 'sum.dim_IntList', _mm: 'mm', _bmm: 'bmm',
     _norm: 'native_layer_norm'}.items() for name in names.split()}
+def _cat(given, dim=0):
+    shape = list(given[0].shape)
+    if not (_plain(*given) and all(len(f.shape) == len(shape) for f in given)): return None
+    shape[dim] = sum(f.shape[dim] for f in given)
+    return [(tuple(shape), given[0].dtype)]
+def _stack(given, dim=0):
+    at = dim % (len(given[0].shape) + 1)
+    shape = given[0].shape
+    return [((*shape[:at], len(given), *shape[at:]), given[0].dtype)] if _plain(*given) else None
 def _fake_quant(x, *_): return [(x.shape, x.dtype), (x.shape, torch.bool)] if _plain(x) else None
 _RULES |= {f'fake_quantize_per_{o}_affine_cachemask': _fake_quant for o in ('tensor', 'channel')}
-_RULES |= {'addmm': lambda bias, a, b: _mm(a, b), 'baddbmm': lambda bias, a, b: _bmm(a, b),
+_RULES |= {'cat': _cat, 'stack': _stack,
+           'addmm': lambda bias, a, b: _mm(a, b), 'baddbmm': lambda bias, a, b: _bmm(a, b),
            'glu_backward': lambda grad, x, dim: _like(x),
            'native_layer_norm_backward': _norm_back}
 
@@ -453,6 +463,25 @@ class _Wide(TorchFunctionMode):
 _IN_FLOAT32 = F.layer_norm, F.softmax, torch.layer_norm, torch.softmax, torch.Tensor.softmax
 _SUMS = torch.sum, torch.Tensor.sum
 
+# %% ../../nbs/tft/06_tiers.ipynb #c0de8142
+def _late_bytes(spec:TFTSpec, batch:int, tier:Tier, item:int) -> tuple:
+    "Bytes that pasts which begin late can add at most to what the encoder keeps, and those of a last step"
+    late, cell, row = np.arange(min(batch, spec.lookback)), LSTMCell(), item * spec.hidden
+    lost, first = late*(late + 1)//2, cell.n_states*row                      # steps, of all that begin late
+    step = (cell.n_states + ('lstm_encoder' not in tier.layers)*cell.n_slots + 1) * row
+    return int(((late*batch - lost)*first - lost*step).max()), (batch - 1)*(first + step)
+
+def _with_late(rows:tuple, one_late:tuple, n:int, last:int) -> tuple:
+    "Rows of a step in which the encoder keeps `n` bytes more; on the way back it rises as where one is late"
+    found = []
+    for row, other in zip(rows, one_late, strict=True):
+        if row.place[1:] == ('forward', 'lstm_encoder'):
+            row = row._replace(rise=row.rise + n, change=row.change + n)
+        if row.place[1:] == ('backward', 'lstm_encoder'):
+            row = row._replace(rise=max(row.rise, other.rise + last), change=row.change - n)
+        found.append(row)
+    return tuple(found)
+
 # %% ../../nbs/tft/06_tiers.ipynb #77c90c12
 class _Layers(tuple):
     "Names of layers that say which one is looked for"
@@ -479,18 +508,20 @@ class _How(NamedTuple):
     narrow:bool          # autocast to 16 bits?
     later:bool           # is it a second micro-batch, onto gradients that are there?
     frozen:tuple         # parts that are not trained
-    packed:bool = False  # may pasts begin late? Then steps are packed; counted with all there
+    packed:bool = False  # may pasts begin late? Then steps are packed, and counted as they take most
     prepare:Callable|None = None  # of the model, before it is counted
     device:str = 'cpu'   # its type, which decides lengths of chunks and groups, and what autocast leaves wide
 
-@lru_cache(1024)
-def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
-    "The stretches of a step, in order"
+# %% ../../nbs/tft/06_tiers.ipynb #9d9234e9
+def _rows_of(spec:TFTSpec, batch:int, tier:Tier, how:_How, one_late:bool=False) -> tuple:
+    "The stretches of a step, in order; in packed ones a past may begin a step late"
     dry = _dry(spec, how.dtype, how.prepare)
     dry.freeze(how.frozen)
     dry.walk(one_step=tier.seg_len is None and not how.packed)
     joined, windows = 0., dry.batch(batch)
-    if how.packed: windows = windows._replace(past_mask=torch.ones(batch, spec.lookback, dtype=torch.bool))
+    mask = torch.ones(batch, spec.lookback, dtype=torch.bool)
+    mask[0, 0] = not one_late
+    if how.packed: windows = windows._replace(past_mask=mask)
     wide = _Wide() if how.narrow and how.device == 'cuda' else nullcontext()
     with few_groups(), constants_of(how.device), wide, _Step(dry.known) as step:
         plan = _Told.of(tier, step.forward)
@@ -512,7 +543,14 @@ def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
     dry.freeze(())
     return found
 
-# %% ../../nbs/tft/06_tiers.ipynb #9d9234e9
+@lru_cache(1024)
+def _rows(spec:TFTSpec, batch:int, tier:Tier, how:_How) -> tuple:
+    "The stretches of a step, in order; of packed ones the most that pasts can take"
+    found = _rows_of(spec, batch, tier, how)
+    if not how.packed or 1 in (batch, spec.lookback): return found
+    late = _late_bytes(spec, batch, tier, 2 if how.narrow else how.dtype.itemsize)
+    return _with_late(found, _rows_of(spec, batch, tier, how, True), *late)
+
 def _peaks(rows) -> tuple:
     "(peak of the forward pass, what stays for the way back, peak of that); `rows` may hold arrays"
     live, found = 0, {}
@@ -674,7 +712,7 @@ def tier_ledger(
     **how,             # `packed=True` where pasts may begin late; `prepare`, a function that changes a
                        # model before it is counted; and as for `gruckpt.plan.budget.estimate`
 ) -> Ledger:
-    "What a training step will hold; packed, where every past is whole: late ones may take a few bytes more"
+    "What a training step will hold; packed, the most that it can, whichever pasts begin late"
     return _ask(spec, batch, _Plan(tier), **how)
 
 # %% ../../nbs/tft/06_tiers.ipynb #7a1fe661
