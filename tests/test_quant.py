@@ -72,11 +72,12 @@ MODELS = {
     'TFT': (lambda: TFT(SPEC), lambda seed: windows(2, seed))}
 
 
-def trained(name, plan, recompute=True, accumulate=1, evaluate=False, n_steps=10):
-    "Losses, gradients and ranges of all steps, in one tensor"
+def trained(name, plan, recompute=True, accumulate=1, evaluate=False, n_steps=10, **options):
+    "Losses, gradients and ranges of all steps, in one tensor; `options` of the recurrent layers"
     torch.manual_seed(0)
     make, batch_of = MODELS[name]
     model, found = make().double(), []
+    for rnn in (m for m in model.modules() if hasattr(m, 'cell')): vars(rnn).update(options)
     if name == 'LSTM both ways': model.head = nn.Linear(10, 1).double()
     prepare_qat(model)
     optimizer = torch.optim.SGD(model.parameters(), .05)
@@ -107,6 +108,47 @@ def test_recomputation_changes_nothing(name):
     both = trained(name, Plan.split(16, 1), False, accumulate=2, n_steps=2)
     assert (trained(name, Plan.split(16, 4), accumulate=2, n_steps=2) - both).abs().max() <= 1e-10
     assert (both[:20] - want[:20]).abs().max() > 0
+
+
+@pytest.mark.parametrize('name, backend', [('GRU', 'torch'), ('LSTM both ways', 'torch'), ('GRU', 'graph'),
+                                           ('LSTM', 'graph'), ('GRU-L3', 'graph')])
+def test_backends_change_nothing(name, backend):
+    "The same with every backend, K = 1, 4, 16, whatever is kept; ten steps by torch's op"
+    n = 10 if (name, backend) == ('GRU', 'torch') else 2
+    want = trained(name, Plan.split(16, 1), False, n_steps=n)
+    for k, keep in (1, 'gates'), (4, 'gates'), (16, 'hidden'):
+        found = trained(name, Plan.split(16, k), n_steps=n, backend=backend, keep=keep)
+        assert (found - want).abs().max() <= 1e-10
+    both = trained(name, Plan.split(16, 4), accumulate=2, n_steps=2, backend=backend)
+    assert (both - trained(name, Plan.split(16, 1), False, accumulate=2, n_steps=2)).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize('backend', ['eager', 'torch'])
+@pytest.mark.parametrize('kind', [GRU, LSTM])
+def test_one_call_of_torchs_op_rounds_between_layers(kind, backend):
+    "An uncut layer that keeps gates, where torch's op could run all layers at once"
+    torch.manual_seed(0)
+    rnn = kind(4, 5, 2, keep='gates', backend=backend).double()
+    prepare_qat(rnn)
+    rnn(sequences(0))
+    refresh(rnn)
+    assert [o.facts[0].item() for o in rnn.incoming] == [1, 1]
+
+
+def test_kernels_change_nothing():
+    "The same by the kernels of Triton, under its interpreter"
+    pytest.importorskip('triton', reason="Triton is not installed; pip install 'gruckpt[triton]'")
+    found = []
+    for backend, seg_len in ('eager', None), ('triton', 2), ('graph+triton', 2):
+        torch.manual_seed(0)
+        rnn = GRU(4, 5, 2, norm='state', reset='before', backend=backend, seg_len=seg_len).double()
+        prepare_qat(rnn)
+        for _ in range(2):
+            rnn(sequences(0)[:3])[0].pow(2).mean().backward()
+            refresh(rnn)
+        found.append(torch.cat([t.double().flatten() for t in (*(p.grad for p in rnn.parameters()),
+                                                               *rnn.buffers())]))
+    for o in found[1:]: assert (o - found[0]).abs().max() <= 1e-10
 
 
 def test_tiers_change_nothing():

@@ -351,9 +351,13 @@ def _dropout_seed(rnn:_Recurrent, seed) -> int|None:
 def in_one_call(
     rnn:_Recurrent,    # the module
 ) -> bool:
-    "May one call of torch's op run all layers and directions? Then nothing is cut, normed or dropped"
-    between = rnn.seg_len is not None or rnn.norm or rnn.dropout
+    "May one call of torch's op run all layers and directions? Then nothing is cut, normed or between layers"
+    between = rnn.seg_len is not None or rnn.norm or rnn.dropout or _between(rnn)
     return not between and {*keep_each(rnn.keep, rnn.num_layers)} == {'gates'}
+
+def _between(rnn) -> bool:
+    "Does a module stand between its layers, where torch's op reaches nothing?"
+    return len(rnn._modules.get('incoming', ())) > 1
 
 def _recorded(rnn:_Recurrent, x, asked:_Asked, dtype:torch.dtype, part:slice=slice(None)) -> bool:
     "Is what these layers keep the record that torch's own op makes?"
@@ -415,8 +419,7 @@ def has_torch_twin(
     rnn,    # a layer
 ) -> bool:
     "Does torch have a layer that computes the same?"
-    between = len(rnn._modules.get('incoming', ())) > 1      # torch reaches nothing between its layers
-    return rnn.norm is None and not between and rnn.cell in (LSTMCell(), GRUCell())
+    return rnn.norm is None and not _between(rnn) and rnn.cell in (LSTMCell(), GRUCell())
 
 def _by_torch(rnn:_Recurrent, x) -> bool:
     "Is this call for torch's own forward? On `meta` every one: no numbers are there, the shapes are right"
