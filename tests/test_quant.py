@@ -343,8 +343,14 @@ def test_commands(tmp_path, capsys):
     assert 'of the' in capsys.readouterr().out and (tmp_path/'a'/'int8.pt').exists()
     table, out = tmp_path/'t.parquet', tmp_path/'f.csv'
     assert sh('forecast', tmp_path/'a', '--parquet-file', table, '--out', out, '--quiet') == 0
-    assert sh('train-lm', *lm, '--out', tmp_path/'e', '--memory-limit', '1GiB') == 2
-    assert 'searches none' in capsys.readouterr().err
+    free = [*both, '--hidden', 8, '--layers', 2, '--steps', 16, '--batch-size', 3, '--text', tmp_path/'t.txt']
+    limit = ['--memory-limit', rows[0]['peak_predicted'], '--measure-every', 1, '--max-steps', 3]
+    assert sh('train-lm', *free, *limit, '--out', tmp_path/'e') == 0
+    found = [*csv.DictReader(open(tmp_path/'e'/'telemetry.csv'))][1:]
+    assert {r['peak_predicted'] for r in found} == {r['peak_measured'] for r in found}
+    assert int(found[0]['peak_measured']) <= int(rows[0]['peak_predicted'])
+    assert sh('train-lm', *free, *limit, '--precision', 'float16', '--out', tmp_path/'f') == 2
+    assert 'give --segments' in capsys.readouterr().err
     assert sh('export', tmp_path/'c', '--format', 'pt2', '--int8') == 0
 
 
