@@ -92,7 +92,7 @@ def test_what_has_no_node_is_refused_in_one_line(tmp_path):
               "cell 'gru before'": GRU(3, 4, reset='before'), "cell 'mingru'": Recurrent('mingru', 3, 4),
               "cell 'gru after' and norm='output'": GRU(3, 4, norm='output')}
     for what, layer in layers.items():
-        wrong = f'0: ONNX has no node for a recurrent layer with the {what}; train a GRU with reset after and no'
+        wrong = f'0: ONNX has no node for a recurrent layer with the {what}; train a GRU with reset after'
         with pytest.raises(ValueError, match=wrong) as e: servable(nn.Sequential(layer))
         assert '\n' not in str(e.value)
     lm = GRULM(GRUSpec(12, 8, 2, norm='state', reset='before'))
