@@ -1,5 +1,6 @@
 """Backends of the layers against the eager walk: gradients, options, bytes. A section a backend."""
 import copy
+import csv
 import itertools
 import pickle
 import threading
@@ -11,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from gruckpt.charlm.model import GRULM, GRUSpec
-from gruckpt.charlm.text import Batch
+from gruckpt.charlm.text import Batch, TokenStream
+from gruckpt.commands.cli import main
+from gruckpt.engine import graph
 from gruckpt.engine.cells import GRUCell, LSTMCell
 from gruckpt.engine.convert import convert
 from gruckpt.engine.layer_bytes import LayerBytes, back_of_op
@@ -21,6 +24,8 @@ from gruckpt.measure.meter import Meter
 from gruckpt.measure.shadow import NotFollowed, shadow, without_onednn
 from gruckpt.plan.budget import estimate, fit
 from gruckpt.plan.segment import Plan
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.trainer import Trainer
 
 F64 = torch.float64
 KINDS = {'gru': GRU, 'lstm': LSTM}
@@ -307,3 +312,49 @@ def test_a_plan_for_torchs_op_keeps_states():
         estimate(spec, 8, Plan(64, 16, 'gates'), backend='torch')
     with pytest.raises(ValueError, match="use 'auto' or 'eager'"):
         estimate(GRUSpec(17, hidden=24, norm='state'), 8, plan, backend='torch')
+
+
+# a run by any backend
+
+def test_a_run_goes_on_by_another_backend(tmp_path, capsys):
+    "Stored, changed on resume, the same to rounding; bytes as predicted where they are predicted"
+    (tmp_path/'t.txt').write_text('to be or not to be, that is the question. ' * 60)
+    lm = ['--device', 'cpu', '--quiet', '--hidden', 8, '--layers', 2, '--steps', 16, '--batch-size', 3,
+          '--text', tmp_path/'t.txt', '--measure-every', 1, '--decay-steps', 50]
+    def sh(*args): return main(['train-lm', *map(str, args)])
+    def saved(out, n): return torch.load(tmp_path/out/f'step-{n:08}.pt', weights_only=True)
+    assert sh(*lm, '--out', tmp_path/'a', '--max-steps', 4) == 0
+    assert sh(*lm, '--out', tmp_path/'b', '--max-steps', 2, '--backend', 'torch') == 0
+    rows = [*csv.DictReader(open(tmp_path/'b'/'telemetry.csv'))][1:]
+    assert {r['peak_predicted'] for r in rows} == {r['peak_measured'] for r in rows}
+    again = ['--out', tmp_path/'b', '--resume', '--quiet']
+    assert sh(*again, '--max-steps', 3) == 0 and saved('b', 3)['config']['backend'] == 'torch'
+    assert sh(*again, '--max-steps', 4, '--backend', 'graph') == 0
+    a, b = saved('a', 4)['model'], saved('b', 4)
+    assert b['config']['backend'] == 'graph'
+    assert all((a[k] - b['model'][k]).norm() <= 1e-5 * a[k].norm() for k in a)
+    capsys.readouterr()
+    for wrong, said in ((['--backend', 'graph', '--memory-limit', '1GiB'], 'got --backend graph; give'),
+                        (['--backend', 'torch', '--norm', 'state'], "use 'auto' or 'eager'")):
+        assert sh(*lm, '--out', tmp_path/'c', '--max-steps', 2, *wrong) == 2
+        assert said in capsys.readouterr().err and not (tmp_path/'c').exists()
+
+
+def test_a_trainer_tells_the_layers_and_lets_buffers_go():
+    "`TrainConfig.backend`; a step without room lets go of the buffers that a longer chunk had"
+    class Tight(GRULM):
+        full = True
+        def loss(self, batch, state=None, *, plan=None):
+            found = super().loss(batch, state, plan=plan)
+            if self.full: raise torch.OutOfMemoryError('injected')
+            return found
+    model, seen = Tight(GRUSpec(12, 8, 2)), []
+    def replan(plan):
+        model.full = False
+        seen.append(graph.idle_bytes())
+        return Plan.split(16, 4), None
+    stream, config = TokenStream(torch.arange(600) % 12, 3, 16), TrainConfig(max_steps=1, backend='graph')
+    trainer = Trainer(model, stream, config, Plan.split(16, 2), replan=replan)
+    assert model.rnn.backend == 'graph' and [r.step for r in trainer.steps()] == [1]
+    assert seen == [0] and trainer.plan.n_segments == 4
+    graph.release_buffers()

@@ -31,7 +31,7 @@ CONFIG = Fields('gruckpt.training.config:TrainConfig', dict(
     max_steps='max_steps', epochs='max_epochs', optimizer='optimizer', lr='lr', lr_floor='lr_floor',
     warmup='warmup', decay_steps='decay_steps', weight_decay='weight_decay', accumulate='accumulate',
     precision='precision', eval_every='eval_every', halt_after='halt_after', max_skipped='max_skipped',
-    measure_every='measure_every'))
+    measure_every='measure_every', backend='backend'))
 TRUTH = Fields('gruckpt.training.schedule:Decay', dict(
     teacher_forcing='start', tf_decay='kind', tf_rate='rate', tf_floor='floor', tf_per='per'),
     dict(tf_decay='none', tf_rate=None))
@@ -152,10 +152,12 @@ def _model(
 ):                       # the model, seeded, on its device
     "A new model"
     from gruckpt.charlm.model import GRULM
+    from gruckpt.engine.recurrent import use_backend
     from gruckpt.quant.prepare import prepare_qat
     from gruckpt.training.optimizer_step import PRECISIONS
     start_from(o.seed, o.threads)
     model = GRULM(spec).to(device=o.device, dtype=PRECISIONS[config.precision].weights)
+    use_backend(model, config.backend)
     if o.use_qat: prepare_qat(model, **quant_of(o))
     return model
 
@@ -169,8 +171,10 @@ def _ledger_of(o:SimpleNamespace, spec, config, decay, drawn, size:int=1) -> dic
     "What `estimate` has to be told of a step"
     constant = (decay.kind, decay.rate, decay.start) == ('linear', 0, 1)
     how = dict(optimizer=config.optimizer, precision=config.precision, device=o.device.type, world_size=size,
-               accumulate=config.accumulate)
+               accumulate=config.accumulate, backend=config.backend)
     return how if constant else how | dict(teacher_forcing=0., sampling=drawn)
+
+_COUNTED = 'auto', 'eager', 'torch'    # backends; others hold buffers between steps
 
 def _planned(
     o:SimpleNamespace,   # options
@@ -183,7 +187,11 @@ def _planned(
     from gruckpt.plan.budget import limit_bytes, estimate, fit
     from gruckpt.plan.segment import Plan
     from gruckpt.quant.prepare import fit_rounded
-    def without(plan): return int(estimate(spec, o.batch_size, plan, **how).total)
+    counted = how['backend'] in _COUNTED
+    if o.memory_limit is not None and not counted:
+        raise ValueError(f'--memory-limit counts steps by {", ".join(_COUNTED)}, got --backend '
+                         f'{how["backend"]}; give --segments in its place')
+    def without(plan): return int(estimate(spec, o.batch_size, plan, **how).total) if counted else None
     def fastest(limit): return fit(spec, o.batch_size, o.steps, max(1, limit), **how)
     def rounded(limit): return fit_rounded(fastest, without, bytes_of, limit)[0]
     bytes_of, within = (without, fastest) if count is None else (count, rounded)
@@ -209,10 +217,11 @@ def _rounded_bytes(
     from gruckpt.quant.prepare import step_bytes
     from gruckpt.training.optimizer_step import OPTIMIZERS
     here = how['world_size'] == 1 and o.device.type == 'cpu' and config.precision != 'float16'
+    here = here and how['backend'] in _COUNTED
     if not here or 'teacher_forcing' in how:
         if o.memory_limit is None: return lambda plan: None
         raise ValueError('--memory-limit with --use-qat counts steps of one process on a CPU, not float16, '
-                         'whose inputs are all true; give --segments in its place')
+                         f'by {", ".join(_COUNTED)}, with true inputs; give --segments in its place')
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.lr)
     @cache
     def count(plan):
