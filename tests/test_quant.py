@@ -354,6 +354,22 @@ def test_commands(tmp_path, capsys):
     assert sh('export', tmp_path/'c', '--format', 'pt2', '--int8') == 0
 
 
+def test_a_forecaster_that_rounds_within_a_limit(tmp_path):
+    "train-tft --use-qat: the tier that a limit finds needs what was predicted, as all do"
+    stamps, x = pd.date_range('2024-01-01', periods=200, freq='h'), np.random.RandomState(0).randn(2, 200)
+    pd.DataFrame({'t': stamps, 'y': x[0], 'x': x[1]}).to_parquet(tmp_path/'t.parquet')
+    tft = ['--use-qat', '--device', 'cpu', '--quiet', '--decay-steps', 50, '--target', 'y', '--hidden', 4,
+           '--heads', 2, '--lookback', 8, '--horizon', 2, '--calendar', 'none', '--max-steps', 2,
+           '--measure-every', 1, '--parquet-file', tmp_path/'t.parquet']
+    def peaks(out, *options):
+        assert sh('train-tft', *tft, *options, '--out', tmp_path/out) == 0
+        row = [*csv.DictReader(open(tmp_path/out/'telemetry.csv'))][1]
+        assert row['peak_measured'] == row['peak_predicted']
+        return int(row['peak_measured'])
+    off, full = (peaks(tier, '--tier', tier) for tier in ('off', 'full'))
+    assert full <= peaks('limited', '--memory-limit', (off + full) // 2) <= (off + full) // 2 < off
+
+
 # ---- two ranks ----
 
 def case(world, n_steps=4):
