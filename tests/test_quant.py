@@ -21,6 +21,7 @@ from gruckpt.plan.segment import Plan
 from gruckpt.quant.fake_quant import FakeQuant, refresh
 from gruckpt.quant.integers import to_integers
 from gruckpt.quant.prepare import after_step, calibrate, prepare_qat, set_mode
+from gruckpt.tft.forecaster import Forecaster
 from gruckpt.tft.model import TFT, TFTSpec, Tier
 from gruckpt.tft.tiers import empty_batch
 from gruckpt.training.config import TrainConfig
@@ -368,6 +369,18 @@ def test_a_forecaster_that_rounds_within_a_limit(tmp_path):
         return int(row['peak_measured'])
     off, full = (peaks(tier, '--tier', tier) for tier in ('off', 'full'))
     assert full <= peaks('limited', '--memory-limit', (off + full) // 2) <= (off + full) // 2 < off
+
+
+def test_a_forecaster_that_was_saved(tmp_path, capsys):
+    "`gruckpt quantize` of its folder, which knows of no rows"
+    frame = pd.DataFrame({'t': pd.date_range('2024-01-01', periods=120, freq='h'), 'y': np.arange(120) % 5.})
+    frame.to_parquet(tmp_path/'t.parquet')
+    options = dict(target='y', horizon=2, lookback=8, hidden=4, heads=2, max_steps=1, device='cpu')
+    Forecaster(**options).fit(frame).save(tmp_path/'run')
+    assert sh('quantize', tmp_path/'run') == 2
+    assert '--parquet-file must name rows' in capsys.readouterr().err
+    assert sh('quantize', tmp_path/'run', '--parquet-file', tmp_path/'t.parquet', '--batches', 1) == 0
+    assert (tmp_path/'run'/'int8.pt').exists()
 
 
 # ---- two ranks ----

@@ -279,6 +279,32 @@ def ready(
     for m in model.modules():
         if isinstance(m, FakeQuant) and not m.per_channel: m.set_bounds(-1, 1)
 
+# %% ../../nbs/quant/01_prepare.ipynb #7ef76f75
+class _FirstSteps:
+    "A cell whose walks stop after two steps: later ones allocate no more"
+    def advance(self, gates, prev, new, w, order):
+        few, order = _few(order)
+        super().advance(gates[few], [s[few] for s in prev], [s[few] for s in new], w, order)
+
+    def reverse(self, factors, kept, dout, dstate, w, order):
+        few, order = _few(order)
+        dout = None if dout is None else dout[few]
+        super().reverse(factors[few], [s[few] for s in kept], dout, dstate, w, order)
+
+def _few(order:range) -> tuple:
+    "The slice of the first two steps of a walk, and their order in it"
+    first = min(order[:2])
+    return slice(first, first + len(order[:2])), range(len(order[:2]))[::order.step]
+
+def _brief(
+    cell,   # of a layer
+):          # the same, for who counts bytes: what it computes means nothing
+    "A cell that allocates what this one does, in a few operations"
+    brief = new_class(type(cell).__name__, (_FirstSteps, type(cell)))
+    made = brief.__new__(brief)
+    made.__dict__.update(vars(cell))
+    return made
+
 # %% ../../nbs/quant/01_prepare.ipynb #926a09aa
 def step_bytes(
     model,                 # prepared, on the processor or on `meta`; `loss(batch, state, plan=plan)`
@@ -317,32 +343,6 @@ def _later_step(model, window, carried, plan, optimizer, narrow):
     del grads
     with Meter.phase('update'): opt.step()
     del loss, state
-
-# %% ../../nbs/quant/01_prepare.ipynb #7ef76f75
-class _FirstSteps:
-    "A cell whose walks stop after two steps: later ones allocate no more"
-    def advance(self, gates, prev, new, w, order):
-        few, order = _few(order)
-        super().advance(gates[few], [s[few] for s in prev], [s[few] for s in new], w, order)
-
-    def reverse(self, factors, kept, dout, dstate, w, order):
-        few, order = _few(order)
-        dout = None if dout is None else dout[few]
-        super().reverse(factors[few], [s[few] for s in kept], dout, dstate, w, order)
-
-def _few(order:range) -> tuple:
-    "The slice of the first two steps of a walk, and their order in it"
-    first = min(order[:2])
-    return slice(first, first + len(order[:2])), range(len(order[:2]))[::order.step]
-
-def _brief(
-    cell,   # of a layer
-):          # the same, for who counts bytes: what it computes means nothing
-    "A cell that allocates what this one does, in a few operations"
-    brief = new_class(type(cell).__name__, (_FirstSteps, type(cell)))
-    made = brief.__new__(brief)
-    made.__dict__.update(vars(cell))
-    return made
 
 # %% ../../nbs/quant/01_prepare.ipynb #bf0fb4f1
 def _two_of(plan:Plan) -> Plan:
