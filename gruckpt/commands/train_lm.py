@@ -174,7 +174,7 @@ def _ledger_of(o:SimpleNamespace, spec, config, decay, drawn, size:int=1) -> dic
                accumulate=config.accumulate, backend=config.backend)
     return how if constant else how | dict(teacher_forcing=0., sampling=drawn)
 
-_COUNTED = 'auto', 'eager', 'torch'    # backends; others hold buffers between steps
+_COUNTED = 'auto', 'eager', 'torch', 'triton'    # backends; others hold buffers of evaluations, too
 
 def _planned(
     o:SimpleNamespace,   # options
