@@ -291,10 +291,10 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     return found
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #87e4627f
-def _static(o:_Counted) -> int:
-    "What a backend that records holds from step to step; of a stretch, whatever the others' lengths are"
-    n = o.plan.n_steps if isinstance(o.plan, Stretch) else o.plan.seg_len
-    return int(o.above.held(n)[1])
+def _static(o:_Counted):
+    "What a backend that records holds from step to step; of a stretch, were no other one longer"
+    if isinstance(o.plan, Stretch): return o.above.held(o.plan.lens)[1]
+    return int(o.above.held(o.plan.seg_len)[1])
 
 def _around(o:_Counted, moment:str, terms:dict, carried:bool, accumulate:int, drawn) -> dict:
     "What the step holds at a moment of its last micro-batch, beside weights and optimizer"
