@@ -1,5 +1,7 @@
 """Backends of the layers against the eager walk: gradients, options, bytes. A section a backend."""
 import copy
+import csv
+import importlib
 import itertools
 import pickle
 import threading
@@ -11,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from gruckpt.charlm.model import GRULM, GRUSpec
-from gruckpt.charlm.text import Batch
+from gruckpt.charlm.text import Batch, TokenStream
+from gruckpt.commands.cli import main
+from gruckpt.engine import graph
 from gruckpt.engine.cells import GRUCell, LSTMCell
 from gruckpt.engine.convert import convert
 from gruckpt.engine.layer_bytes import LayerBytes, back_of_op
@@ -21,6 +25,8 @@ from gruckpt.measure.meter import Meter
 from gruckpt.measure.shadow import NotFollowed, shadow, without_onednn
 from gruckpt.plan.budget import estimate, fit
 from gruckpt.plan.segment import Plan
+from gruckpt.training.config import TrainConfig
+from gruckpt.training.trainer import Trainer
 
 F64 = torch.float64
 KINDS = {'gru': GRU, 'lstm': LSTM}
@@ -298,6 +304,13 @@ def test_a_language_model_by_torchs_op_is_counted_to_the_byte(options, precision
         assert meter.phases == {phase: counted[phase] for phase in meter.phases}, (B, T, K)
 
 
+def test_a_plan_for_a_backend_that_records_has_room_for_its_buffers():
+    spec = GRUSpec(17, hidden=24)
+    limit = estimate(spec, 8, Plan(64, 64), backend='graph').total * 2 // 3
+    plan = fit(spec, 8, 64, limit, backend='graph')
+    assert plan.n_segments > 1 and estimate(spec, 8, plan, backend='graph').total <= limit
+
+
 def test_a_plan_for_torchs_op_keeps_states():
     spec = GRUSpec(17, hidden=24)
     limit = estimate(spec, 8, Plan(64, 64), backend='torch').total * 2 // 3
@@ -307,3 +320,81 @@ def test_a_plan_for_torchs_op_keeps_states():
         estimate(spec, 8, Plan(64, 16, 'gates'), backend='torch')
     with pytest.raises(ValueError, match="use 'auto' or 'eager'"):
         estimate(GRUSpec(17, hidden=24, norm='state'), 8, plan, backend='torch')
+
+
+@pytest.mark.parametrize('backend', ['triton', 'graph', 'graph+triton'])
+def test_a_language_model_by_other_backends_is_counted_to_the_byte(backend, monkeypatch):
+    "A later step, with the buffers that the first one has left; no kernel runs, and numbers do not matter"
+    if 'triton' in backend:
+        pytest.importorskip('triton', reason="Triton is not installed; pip install 'gruckpt[triton]'")
+        kernels = importlib.import_module('gruckpt.engine.triton')
+        monkeypatch.setattr(kernels, '_launch', lambda *args, **constants: None)
+        monkeypatch.setattr(kernels, '_need', lambda device: None)
+    monkeypatch.setattr(graph.Buffers, 'poison', lambda self, *tensors: None)
+    forms = {'n_layers': 1}, {'norm': 'output', 'dropout': .1}, {'norm': 'state', 'reset': 'before'}
+    kinds = ('float32', 'hidden'), ('float32', 'gates'), ('bfloat16', 'hidden')
+    grid = itertools.product(forms, kinds, ((4, 24), (3, 5)), (1, 4))
+    for options, (precision, keep), (B, T), K in grid:
+        model = GRULM(spec := GRUSpec(17, **{'hidden': 24, 'n_layers': 2} | options))
+        model.rnn.backend, plan, state = backend, Plan.split(T, K, keep), model.init_state(B)
+        batch = Batch(*torch.randint(17, (2, B, T)), fresh=True)
+        def step(model=model, batch=batch, state=state, plan=plan, precision=precision):
+            model.zero_grad()
+            mixed = torch.autocast('cpu', torch.bfloat16, enabled=precision != 'float32')
+            with Meter.phase('forward'), mixed: loss, _ = model.loss(batch, state, plan=plan)
+            with Meter.phase('backward'): loss.backward()
+        graph.release_buffers()
+        step()
+        model.zero_grad()
+        with Meter(model, batch, state) as meter: step()
+        how = dict(optimizer='sgd', precision=precision, first=True)
+        counted = estimate(spec, B, plan, backend=backend, **how).phases
+        measured = {phase: n + graph.idle_bytes() for phase, n in meter.phases.items()}
+        assert measured == {phase: counted[phase] for phase in measured}, (options, precision, B, T, K, keep)
+    graph.release_buffers()
+
+
+# a run by any backend
+
+def test_a_run_goes_on_by_another_backend(tmp_path, capsys):
+    "Stored, changed on resume, the same to rounding; bytes as predicted where they are predicted"
+    (tmp_path/'t.txt').write_text('to be or not to be, that is the question. ' * 60)
+    lm = ['--device', 'cpu', '--quiet', '--hidden', 8, '--layers', 2, '--steps', 16, '--batch-size', 3,
+          '--text', tmp_path/'t.txt', '--measure-every', 1, '--decay-steps', 50]
+    def sh(*args): return main(['train-lm', *map(str, args)])
+    def saved(out, n): return torch.load(tmp_path/out/f'step-{n:08}.pt', weights_only=True)
+    assert sh(*lm, '--out', tmp_path/'a', '--max-steps', 4) == 0
+    assert sh(*lm, '--out', tmp_path/'b', '--max-steps', 2, '--backend', 'torch') == 0
+    rows = [*csv.DictReader(open(tmp_path/'b'/'telemetry.csv'))][1:]
+    assert {r['peak_predicted'] for r in rows} == {r['peak_measured'] for r in rows}
+    again = ['--out', tmp_path/'b', '--resume', '--quiet']
+    assert sh(*again, '--max-steps', 3) == 0 and saved('b', 3)['config']['backend'] == 'torch'
+    assert sh(*again, '--max-steps', 4, '--backend', 'graph') == 0
+    a, b = saved('a', 4)['model'], saved('b', 4)
+    assert b['config']['backend'] == 'graph'
+    assert all((a[k] - b['model'][k]).norm() <= 1e-5 * a[k].norm() for k in a)
+    capsys.readouterr()
+    for wrong, said in ((['--backend', 'graph', '--memory-limit', '1GiB'], 'got --backend graph; give'),
+                        (['--backend', 'torch', '--norm', 'state'], "use 'auto' or 'eager'")):
+        assert sh(*lm, '--out', tmp_path/'c', '--max-steps', 2, *wrong) == 2
+        assert said in capsys.readouterr().err and not (tmp_path/'c').exists()
+
+
+def test_a_trainer_tells_the_layers_and_lets_buffers_go():
+    "`TrainConfig.backend`; a step without room lets go of the buffers that a longer chunk had"
+    class Tight(GRULM):
+        full = True
+        def loss(self, batch, state=None, *, plan=None):
+            found = super().loss(batch, state, plan=plan)
+            if self.full: raise torch.OutOfMemoryError('injected')
+            return found
+    model, seen = Tight(GRUSpec(12, 8, 2)), []
+    def replan(plan):
+        model.full = False
+        seen.append(graph.idle_bytes())
+        return Plan.split(16, 4), None
+    stream, config = TokenStream(torch.arange(600) % 12, 3, 16), TrainConfig(max_steps=1, backend='graph')
+    trainer = Trainer(model, stream, config, Plan.split(16, 2), replan=replan)
+    assert model.rnn.backend == 'graph' and [r.step for r in trainer.steps()] == [1]
+    assert seen == [0] and trainer.plan.n_segments == 4
+    graph.release_buffers()

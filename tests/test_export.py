@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gruckpt.charlm.model import GRULM, GRUSpec
-from gruckpt.engine.recurrent import GRU, LSTM
+from gruckpt.engine.recurrent import GRU, LSTM, Recurrent
 from gruckpt.quant.export import Served, export_onnx, export_program, servable
 from gruckpt.quant.integers import to_integers
 from gruckpt.quant.prepare import calibrate, prepare_qat
@@ -88,9 +88,12 @@ def test_the_model_stays_as_it_is():
 
 
 def test_what_has_no_node_is_refused_in_one_line(tmp_path):
-    for layer in GRU(3, 4, norm='state'), GRU(3, 4, reset='before'), GRU(3, 4, norm='output'):
-        with pytest.raises(ValueError, match='ONNX has no node for a recurrent layer') as e:
-            servable(nn.Sequential(layer))
+    layers = {"cell 'gru after rms' and norm='state'": GRU(3, 4, norm='state'),
+              "cell 'gru before'": GRU(3, 4, reset='before'), "cell 'mingru'": Recurrent('mingru', 3, 4),
+              "cell 'gru after' and norm='output'": GRU(3, 4, norm='output')}
+    for what, layer in layers.items():
+        wrong = f'0: ONNX has no node for a recurrent layer with the {what}; train a GRU with reset after'
+        with pytest.raises(ValueError, match=wrong) as e: servable(nn.Sequential(layer))
         assert '\n' not in str(e.value)
     lm = GRULM(GRUSpec(12, 8, 2, norm='state', reset='before'))
     with pytest.raises(ValueError, match='no node'): Served(lm)

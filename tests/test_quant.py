@@ -21,6 +21,7 @@ from gruckpt.plan.segment import Plan
 from gruckpt.quant.fake_quant import FakeQuant, refresh
 from gruckpt.quant.integers import to_integers
 from gruckpt.quant.prepare import after_step, calibrate, prepare_qat, set_mode
+from gruckpt.tft.forecaster import Forecaster
 from gruckpt.tft.model import TFT, TFTSpec, Tier
 from gruckpt.tft.tiers import empty_batch
 from gruckpt.training.config import TrainConfig
@@ -72,11 +73,12 @@ MODELS = {
     'TFT': (lambda: TFT(SPEC), lambda seed: windows(2, seed))}
 
 
-def trained(name, plan, recompute=True, accumulate=1, evaluate=False, n_steps=10):
-    "Losses, gradients and ranges of all steps, in one tensor"
+def trained(name, plan, recompute=True, accumulate=1, evaluate=False, n_steps=10, **options):
+    "Losses, gradients and ranges of all steps, in one tensor; `options` of the recurrent layers"
     torch.manual_seed(0)
     make, batch_of = MODELS[name]
     model, found = make().double(), []
+    for rnn in (m for m in model.modules() if hasattr(m, 'cell')): vars(rnn).update(options)
     if name == 'LSTM both ways': model.head = nn.Linear(10, 1).double()
     prepare_qat(model)
     optimizer = torch.optim.SGD(model.parameters(), .05)
@@ -107,6 +109,47 @@ def test_recomputation_changes_nothing(name):
     both = trained(name, Plan.split(16, 1), False, accumulate=2, n_steps=2)
     assert (trained(name, Plan.split(16, 4), accumulate=2, n_steps=2) - both).abs().max() <= 1e-10
     assert (both[:20] - want[:20]).abs().max() > 0
+
+
+@pytest.mark.parametrize('name, backend', [('GRU', 'torch'), ('LSTM both ways', 'torch'), ('GRU', 'graph'),
+                                           ('LSTM', 'graph'), ('GRU-L3', 'graph')])
+def test_backends_change_nothing(name, backend):
+    "The same with every backend, K = 1, 4, 16, whatever is kept; ten steps by torch's op"
+    n = 10 if (name, backend) == ('GRU', 'torch') else 2
+    want = trained(name, Plan.split(16, 1), False, n_steps=n)
+    for k, keep in (1, 'gates'), (4, 'gates'), (16, 'hidden'):
+        found = trained(name, Plan.split(16, k), n_steps=n, backend=backend, keep=keep)
+        assert (found - want).abs().max() <= 1e-10
+    both = trained(name, Plan.split(16, 4), accumulate=2, n_steps=2, backend=backend)
+    assert (both - trained(name, Plan.split(16, 1), False, accumulate=2, n_steps=2)).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize('backend', ['eager', 'torch'])
+@pytest.mark.parametrize('kind', [GRU, LSTM])
+def test_one_call_of_torchs_op_rounds_between_layers(kind, backend):
+    "An uncut layer that keeps gates, where torch's op could run all layers at once"
+    torch.manual_seed(0)
+    rnn = kind(4, 5, 2, keep='gates', backend=backend).double()
+    prepare_qat(rnn)
+    rnn(sequences(0))
+    refresh(rnn)
+    assert [o.facts[0].item() for o in rnn.incoming] == [1, 1]
+
+
+def test_kernels_change_nothing():
+    "The same by the kernels of Triton, under its interpreter"
+    pytest.importorskip('triton', reason="Triton is not installed; pip install 'gruckpt[triton]'")
+    found = []
+    for backend, seg_len in ('eager', None), ('triton', 2), ('graph+triton', 2):
+        torch.manual_seed(0)
+        rnn = GRU(4, 5, 2, norm='state', reset='before', backend=backend, seg_len=seg_len).double()
+        prepare_qat(rnn)
+        for _ in range(2):
+            rnn(sequences(0)[:3])[0].pow(2).mean().backward()
+            refresh(rnn)
+        found.append(torch.cat([t.double().flatten() for t in (*(p.grad for p in rnn.parameters()),
+                                                               *rnn.buffers())]))
+    for o in found[1:]: assert (o - found[0]).abs().max() <= 1e-10
 
 
 def test_tiers_change_nothing():
@@ -301,9 +344,43 @@ def test_commands(tmp_path, capsys):
     assert 'of the' in capsys.readouterr().out and (tmp_path/'a'/'int8.pt').exists()
     table, out = tmp_path/'t.parquet', tmp_path/'f.csv'
     assert sh('forecast', tmp_path/'a', '--parquet-file', table, '--out', out, '--quiet') == 0
-    assert sh('train-lm', *lm, '--out', tmp_path/'e', '--memory-limit', '1GiB') == 2
-    assert 'searches none' in capsys.readouterr().err
+    free = [*both, '--hidden', 8, '--layers', 2, '--steps', 16, '--batch-size', 3, '--text', tmp_path/'t.txt']
+    limit = ['--memory-limit', rows[0]['peak_predicted'], '--measure-every', 1, '--max-steps', 3]
+    assert sh('train-lm', *free, *limit, '--out', tmp_path/'e') == 0
+    found = [*csv.DictReader(open(tmp_path/'e'/'telemetry.csv'))][1:]
+    assert {r['peak_predicted'] for r in found} == {r['peak_measured'] for r in found}
+    assert int(found[0]['peak_measured']) <= int(rows[0]['peak_predicted'])
+    assert sh('train-lm', *free, *limit, '--precision', 'float16', '--out', tmp_path/'f') == 2
+    assert 'give --segments' in capsys.readouterr().err
     assert sh('export', tmp_path/'c', '--format', 'pt2', '--int8') == 0
+
+
+def test_a_forecaster_that_rounds_within_a_limit(tmp_path):
+    "train-tft --use-qat: the tier that a limit finds needs what was predicted, as all do"
+    stamps, x = pd.date_range('2024-01-01', periods=200, freq='h'), np.random.RandomState(0).randn(2, 200)
+    pd.DataFrame({'t': stamps, 'y': x[0], 'x': x[1]}).to_parquet(tmp_path/'t.parquet')
+    tft = ['--use-qat', '--device', 'cpu', '--quiet', '--decay-steps', 50, '--target', 'y', '--hidden', 4,
+           '--heads', 2, '--lookback', 8, '--horizon', 2, '--calendar', 'none', '--max-steps', 2,
+           '--measure-every', 1, '--parquet-file', tmp_path/'t.parquet']
+    def peaks(out, *options):
+        assert sh('train-tft', *tft, *options, '--out', tmp_path/out) == 0
+        row = [*csv.DictReader(open(tmp_path/out/'telemetry.csv'))][1]
+        assert row['peak_measured'] == row['peak_predicted']
+        return int(row['peak_measured'])
+    off, full = (peaks(tier, '--tier', tier) for tier in ('off', 'full'))
+    assert full <= peaks('limited', '--memory-limit', (off + full) // 2) <= (off + full) // 2 < off
+
+
+def test_a_forecaster_that_was_saved(tmp_path, capsys):
+    "`gruckpt quantize` of its folder, which knows of no rows"
+    frame = pd.DataFrame({'t': pd.date_range('2024-01-01', periods=120, freq='h'), 'y': np.arange(120) % 5.})
+    frame.to_parquet(tmp_path/'t.parquet')
+    options = dict(target='y', horizon=2, lookback=8, hidden=4, heads=2, max_steps=1, device='cpu')
+    Forecaster(**options).fit(frame).save(tmp_path/'run')
+    assert sh('quantize', tmp_path/'run') == 2
+    assert '--parquet-file must name rows' in capsys.readouterr().err
+    assert sh('quantize', tmp_path/'run', '--parquet-file', tmp_path/'t.parquet', '--batches', 1) == 0
+    assert (tmp_path/'run'/'int8.pt').exists()
 
 
 # ---- two ranks ----

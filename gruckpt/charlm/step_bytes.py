@@ -292,7 +292,7 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     base = {'states at cuts': i*o.state, 'final states': 2*o.state, 'gradients at states': o.state,
             'losses': 4*o.wide}
     top, hidden = o.layer(L - 1), o.keeps[L - 1] == 'hidden'
-    hidden = hidden * (not top.fused)                                  # torch's op hands over no gates
+    hidden = hidden * (not top.fused) * (not top.lent)                 # of those that are handed over
     waiting = base | {'gates of a chunk': hidden * top.gates(top.chunk(n))}
     found = _head_moments(o, n, waiting, total, copies, name)
     found |= _norm_moment(o, n, waiting, total, copies, name)
@@ -308,11 +308,16 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     return found
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #87e4627f
+def _static(o:_Counted):
+    "What a backend that records holds from step to step; of a stretch, were no other one longer"
+    if isinstance(o.plan, Stretch): return o.above.held(o.plan.lens)[1]
+    return int(o.above.held(o.plan.seg_len)[1])
+
 def _around(o:_Counted, moment:str, terms:dict, carried:bool, accumulate:int, drawn) -> dict:
     "What the step holds at a moment of its last micro-batch, beside weights and optimizer"
     phase, later = moment.split(':')[0], accumulate > 1
     own = o.state * (phase == 'forward' or phase == 'backward' and o.cut)
-    always = {'tokens': 2*8*o.batch*o.plan.n_steps * accumulate,
+    always = {'static buffers': _static(o), 'tokens': 2*8*o.batch*o.plan.n_steps * accumulate,
               'state': carried*o.state + (later or not carried)*own}
     if drawn is not None:
         new = moment != 'forward: inputs drawn'

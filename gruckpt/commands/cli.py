@@ -137,7 +137,8 @@ def _of_table(state:dict, file:Path|None, n_batches:int) -> tuple:
     from itertools import islice
     from gruckpt.tft.forecast import measures, predict, run_of
     from gruckpt.tft.table import read_series
-    run, file = run_of(state), file or Path(state['remembered']['parquet_file'])
+    run, file = run_of(state), file or state['remembered'].get('parquet_file')
+    if file is None: raise ValueError('--parquet-file must name rows: the run of a Forecaster knows of none')
     series = read_series(file, run.setup.coding.spec)
     train, judged = run.setup.windows(series, 'train'), None
     for part in 'test', 'valid', 'train':

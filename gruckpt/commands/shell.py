@@ -225,7 +225,9 @@ class Fields:
         except ValueError as e: raise ValueError(_as_typed(self, str(e))) from None
     def options(self, saved:dict) -> dict:
         "Option → value, from the plain values of a dataclass"
-        return {name: _to_shell(saved[of], documented(self.where)[of]) for name, of in self.names.items()}
+        known = documented(self.where)
+        saved = {of: known[of].default for of in self.names.values()} | saved     # some may be younger
+        return {name: _to_shell(saved[of], known[of]) for name, of in self.names.items()}
 
 def _from_shell(value, of:Documented):
     if not isinstance(value, str) or 'str' not in of.kind: return value

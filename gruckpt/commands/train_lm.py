@@ -8,7 +8,7 @@ __all__ = ['SPEC', 'CONFIG', 'TRUTH', 'DRAWN', 'PLAN', 'train_lm_command']
 # %% ../../nbs/commands/01_train_lm.ipynb #748217dd
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from math import isqrt
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ CONFIG = Fields('gruckpt.training.config:TrainConfig', dict(
     max_steps='max_steps', epochs='max_epochs', optimizer='optimizer', lr='lr', lr_floor='lr_floor',
     warmup='warmup', decay_steps='decay_steps', weight_decay='weight_decay', accumulate='accumulate',
     precision='precision', eval_every='eval_every', halt_after='halt_after', max_skipped='max_skipped',
-    measure_every='measure_every'))
+    measure_every='measure_every', backend='backend'))
 TRUTH = Fields('gruckpt.training.schedule:Decay', dict(
     teacher_forcing='start', tf_decay='kind', tf_rate='rate', tf_floor='floor', tf_per='per'),
     dict(tf_decay='none', tf_rate=None))
@@ -52,9 +52,6 @@ def _check(
     check_bytes(o.memory_limit, 'memory_limit')
     if not 1 <= o.segments <= o.steps:
         raise ValueError(f'--segments must be in 1..{o.steps} (--steps), got {o.segments}')
-    if o.use_qat and o.memory_limit is not None:
-        raise ValueError('--use-qat counts the bytes of a plan, and searches none; give --segments in the '
-                         'place of --memory-limit')
     if 'memory_limit' in o.typed and (idle := [name for name in ('segments', 'keep') if name in o.typed]):
         raise ValueError(f'--memory-limit finds the plan; leave it out, or {option(idle[0])}')
     if not 0 <= o.valid_share < 1:
@@ -155,10 +152,12 @@ def _model(
 ):                       # the model, seeded, on its device
     "A new model"
     from gruckpt.charlm.model import GRULM
+    from gruckpt.engine.recurrent import use_backend
     from gruckpt.quant.prepare import prepare_qat
     from gruckpt.training.optimizer_step import PRECISIONS
     start_from(o.seed, o.threads)
     model = GRULM(spec).to(device=o.device, dtype=PRECISIONS[config.precision].weights)
+    use_backend(model, config.backend)
     if o.use_qat: prepare_qat(model, **quant_of(o))
     return model
 
@@ -172,20 +171,30 @@ def _ledger_of(o:SimpleNamespace, spec, config, decay, drawn, size:int=1) -> dic
     "What `estimate` has to be told of a step"
     constant = (decay.kind, decay.rate, decay.start) == ('linear', 0, 1)
     how = dict(optimizer=config.optimizer, precision=config.precision, device=o.device.type, world_size=size,
-               accumulate=config.accumulate)
+               accumulate=config.accumulate, backend=config.backend)
     return how if constant else how | dict(teacher_forcing=0., sampling=drawn)
+
+_COUNTED = 'auto', 'eager', 'torch', 'triton'    # backends; others hold buffers of evaluations, too
 
 def _planned(
     o:SimpleNamespace,   # options
     spec,                # of the model
     how:dict,            # the step, from `_ledger_of`
     known=None,          # plan of the run that goes on
+    count=None,          # plan → bytes of a step that rounds, or None; None: nothing is rounded
 ) -> tuple:              # plan, function plan → bytes; with a limit also what makes the plan smaller
     "Where time is cut"
     from gruckpt.plan.budget import limit_bytes, estimate, fit
     from gruckpt.plan.segment import Plan
-    def bytes_of(plan): return int(estimate(spec, o.batch_size, plan, **how).total)
-    def within(limit): return fit(spec, o.batch_size, o.steps, max(1, limit), **how)
+    from gruckpt.quant.prepare import fit_rounded
+    counted = how['backend'] in _COUNTED
+    if o.memory_limit is not None and not counted:
+        raise ValueError(f'--memory-limit counts steps by {", ".join(_COUNTED)}, got --backend '
+                         f'{how["backend"]}; give --segments in its place')
+    def without(plan): return int(estimate(spec, o.batch_size, plan, **how).total) if counted else None
+    def fastest(limit): return fit(spec, o.batch_size, o.steps, max(1, limit), **how)
+    def rounded(limit): return fit_rounded(fastest, without, bytes_of, limit)[0]
+    bytes_of, within = (without, fastest) if count is None else (count, rounded)
     def smaller(plan):
         plan = within(9 * bytes_of(plan) // 10)
         return plan, bytes_of(plan)
@@ -196,19 +205,31 @@ def _planned(
     return PLAN.make(o, Plan.split, n_steps=o.steps, n_segments=o.segments), bytes_of, None
 
 # %% ../../nbs/commands/01_train_lm.ipynb #1fd0b0d8
-def _rounded_bytes(o:SimpleNamespace, model, plan, config, facts:tuple, size:int) -> int|None:
-    "Bytes of a step of a prepared model; None on a GPU, of several ranks, and where inputs are drawn"
+def _rounded_bytes(
+    o:SimpleNamespace,   # options
+    model,               # prepared
+    config,              # of the training
+    how:dict,            # the step, from `_ledger_of`
+):                       # plan → bytes of a step; None on a GPU, of several ranks, where inputs are drawn
+    "How a step that rounds is counted; ValueError where a limit asks for it and it is not"
     import torch
     from gruckpt.charlm.text import Batch
     from gruckpt.quant.prepare import step_bytes
     from gruckpt.training.optimizer_step import OPTIMIZERS
-    drawn = 'teacher_forcing' in _ledger_of(o, *facts, size)
-    if drawn or size > 1 or o.device.type != 'cpu' or config.precision == 'float16': return None
-    ids = torch.zeros(2, o.batch_size, o.steps, dtype=torch.int64)
-    batch = Batch(ids[0].clone(), ids[1].clone(), False)
+    here = how['world_size'] == 1 and o.device.type == 'cpu' and config.precision != 'float16'
+    here = here and how['backend'] in _COUNTED
+    if not here or 'teacher_forcing' in how:
+        if o.memory_limit is None: return lambda plan: None
+        raise ValueError('--memory-limit with --use-qat counts steps of one process on a CPU, not float16, '
+                         f'by {", ".join(_COUNTED)}, with true inputs; give --segments in its place')
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.lr)
-    return step_bytes(model, batch, model.init_state(o.batch_size), plan, optimizer, config.accumulate,
-                      config.precision)
+    @cache
+    def count(plan):
+        ids = torch.zeros(2, o.batch_size, plan.n_steps, dtype=torch.int64)
+        batch = Batch(ids[0].clone(), ids[1].clone(), False)
+        return step_bytes(model, batch, model.init_state(o.batch_size), plan, optimizer, config.accumulate,
+                          config.precision)
+    return count
 
 def _seconds_of(o:SimpleNamespace, spec, config):
     "Plan → seconds of a step on this machine; None where bytes are not measured either"
@@ -269,13 +290,14 @@ def _trainer(
         vocab, stream, valid, lines = _streams(o, known, world)
         spec, config, decay, drawn = facts = _facts(o, len(vocab))
         model, was = _model(o, spec, config), Plan(**found.state['plan']) if found else None
-        plan, bytes_of, replan = _planned(o, spec, _ledger_of(o, *facts, world.size), was)
+        how = _ledger_of(o, *facts, world.size)
+        count = _rounded_bytes(o, model, config, how) if o.use_qat else None
+        plan, bytes_of, replan = _planned(o, spec, how, was, count)
     run = {'rows': o.batch_size * world.size, **{name: getattr(o, name) for name in _DATA}}
     about = {'spec': spec.to_dict(), 'symbols': vocab.symbols, 'run': run, 'truth': asdict(decay),
              'sampling': asdict(drawn)} | ({'quant': quant_of(o)} if o.use_qat else {})
     remembered = {'text': str(o.text.absolute()), **{name: getattr(o, name) for name in _FREE}}
-    peak = _rounded_bytes(o, model, plan, config, facts, world.size) if o.use_qat else bytes_of(plan)
-    trainer = Trainer(model, stream, config, plan, _judge(o, valid), about, peak, replan,
+    trainer = Trainer(model, stream, config, plan, _judge(o, valid), about, bytes_of(plan), replan,
                       _knobs(decay, drawn), world, None if o.use_qat else _seconds_of(o, spec, config),
                       remembered, after_step if o.use_qat else None)
     with all_or_none():

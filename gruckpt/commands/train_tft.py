@@ -89,7 +89,7 @@ CONFIG = Fields('gruckpt.training.config:TrainConfig', dict(
     epochs='max_epochs', max_steps='max_steps', optimizer='optimizer', lr='lr', lr_floor='lr_floor',
     warmup='warmup', weight_decay='weight_decay', accumulate='accumulate', precision='precision',
     eval_every='eval_every', halt_after='halt_after', max_skipped='max_skipped',
-    measure_every='measure_every'), dict(epochs=50, lr=1e-3, halt_after=5))
+    measure_every='measure_every', backend='backend'), dict(epochs=50, lr=1e-3, halt_after=5))
 
 _DATA = ('time', 'target', *_ROLES, 'calendar', 'step', 'missing', 'scale', 'time_format', 'spec', 'min_past',
          'valid_share', 'test_share')                                  # of the run for good
@@ -152,7 +152,7 @@ def _tier(
     config,              # of the training
     known=None,          # tier of the run that goes on
     packed:bool=False,   # may a window's past begin late?
-) -> tuple:              # tier; function tier → bytes of a step; what makes the tier smaller, or None
+) -> tuple:              # tier; tier → bytes of a step, None if not counted; what makes it smaller, or None
     "What the model recomputes"
     from gruckpt.plan.budget import limit_bytes
     from gruckpt.tft.forecaster import tier_counts, tier_within
@@ -161,7 +161,12 @@ def _tier(
     how = dict(optimizer=config.optimizer, precision=config.precision, device=o.device.type,
                world_size=o.world.size, accumulate=config.accumulate, packed=packed,
                prepare=ready if o.use_qat else None)
-    bytes_of, smaller = tier_counts(spec, o.batch_size, **how)
+    counted = config.backend in ('auto', 'eager')
+    if o.memory_limit is not None and not counted:
+        raise ValueError(f'--memory-limit counts steps by auto or eager, got --backend {config.backend}; '
+                         'give --tier in its place')
+    needed, smaller = tier_counts(spec, o.batch_size, **how)
+    def bytes_of(tier): return needed(tier) if counted else None
     limited = smaller if o.memory_limit is not None and o.world.size == 1 else None
     if known is not None and not {*_TIERS} & {*o.typed}: return known, bytes_of, limited
     if o.memory_limit is not None:
@@ -195,8 +200,8 @@ def _notes(o:SimpleNamespace, gaps) -> list[str]:
 def _predicted(o:SimpleNamespace, bytes_of, tier, setup, measured:bool) -> tuple:
     "(bytes of a step or None, in words): None where nobody asks, and where the count may be a little too low"
     from gruckpt.measure.meter import human
-    if o.memory_limit is None and not measured: return None, ''
-    said = f', {human(n := bytes_of(tier))} predicted'
+    if o.memory_limit is None and not measured or (n := bytes_of(tier)) is None: return None, ''
+    said = f', {human(n)} predicted'
     if setup.min_past == setup.lookback: return n, said
     return None, f'{said} where every past is whole; pasts that begin late may take a few bytes more'
 

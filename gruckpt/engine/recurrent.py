@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_layer_options', 'parameter_name', 'weight_names', 'layer_places', 'layer_weights', 'layer_input', 'in_one_call',
-           'has_torch_twin', 'GRU', 'LSTM', 'Recurrent', 'layers_of']
+           'has_torch_twin', 'GRU', 'LSTM', 'Recurrent', 'layers_of', 'use_backend']
 
 # %% ../../nbs/engine/04_recurrent.ipynb #23ba92ab
 import copy
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .cells import PAGES, GRUCell, LSTMCell, is_fused, make_cell
+from .cells import PAGES, GRUCell, LSTMCell, backend_for, is_fused, make_cell
 from .layer import (DropoutMask, LayerNode, LayerRun, StackNode, StackRun, StepNode,
                                   norm_output, plain_layer)
 from .scan import scan_spans, is_plain, plain, refuse_transforms, uncompiled
@@ -351,9 +351,13 @@ def _dropout_seed(rnn:_Recurrent, seed) -> int|None:
 def in_one_call(
     rnn:_Recurrent,    # the module
 ) -> bool:
-    "May one call of torch's op run all layers and directions? Then nothing is cut, normed or dropped"
-    between = rnn.seg_len is not None or rnn.norm or rnn.dropout
+    "May one call of torch's op run all layers and directions? Then nothing is cut, normed or between layers"
+    between = rnn.seg_len is not None or rnn.norm or rnn.dropout or _between(rnn)
     return not between and {*keep_each(rnn.keep, rnn.num_layers)} == {'gates'}
+
+def _between(rnn) -> bool:
+    "Does a module stand between its layers, where torch's op reaches nothing?"
+    return len(rnn._modules.get('incoming', ())) > 1
 
 def _recorded(rnn:_Recurrent, x, asked:_Asked, dtype:torch.dtype, part:slice=slice(None)) -> bool:
     "Is what these layers keep the record that torch's own op makes?"
@@ -415,8 +419,7 @@ def has_torch_twin(
     rnn,    # a layer
 ) -> bool:
     "Does torch have a layer that computes the same?"
-    between = len(rnn._modules.get('incoming', ())) > 1      # torch reaches nothing between its layers
-    return rnn.norm is None and not between and rnn.cell in (LSTMCell(), GRUCell())
+    return rnn.norm is None and not _between(rnn) and rnn.cell in (LSTMCell(), GRUCell())
 
 def _by_torch(rnn:_Recurrent, x) -> bool:
     "Is this call for torch's own forward? On `meta` every one: no numbers are there, the shapes are right"
@@ -599,3 +602,22 @@ def layers_of(
         return GRU(*sizes, reset=cell.reset, norm='state' if cell.norm else norm, **options)
     if isinstance(cell, LSTMCell) and norm is None: return LSTM(*sizes, **options)
     return Recurrent(cell, *sizes, norm=norm, **options)
+
+# %% ../../nbs/engine/04_recurrent.ipynb #6df5bf05
+def use_backend(
+    model:nn.Module,   # that holds layers of this package
+    name:str,          # as for `gruckpt.engine.cells.backend_for`; 'auto': each layer as it was made
+):
+    "Let all recurrent layers be run by one backend; ValueError, and nothing changed, where one cannot"
+    if name == 'auto': return
+    found = [m for m in model.modules() if isinstance(m, _Recurrent)]
+    if not found:
+        raise ValueError(f"backend must be 'auto' for a model without layers of gruckpt, got {name!r}")
+    for m in found:
+        device = next(m.parameters()).device.type
+        device = 'cpu' if device == 'meta' else device
+        is_fused(m.cell, device, name)
+        backend_for(m.cell, device, name)
+    for m in found:
+        m.backend = name
+        m.flatten_parameters()

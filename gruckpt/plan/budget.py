@@ -859,7 +859,12 @@ def fit(
     raise DoesNotFit(spec, batch, n_steps, limit, **how)
 
 def _fitting(spec, batch:int, n_steps:int, limit:int, rates:Rates|None=None, **how) -> Plan|None:
-    return _best(_planner(spec, batch, n_steps, rates, **how), limit)
+    o, room = _planner(spec, batch, n_steps, rates, **how), limit
+    plan = _best(o, room)
+    while plan is not None and 'backend' in how and (over := o.bytes(plan) - limit) > 0:
+        room -= over            # buffers are as long as the longest segment, which one alone does not know
+        plan = _best(o, room)
+    return plan
 
 def _best(o:_Planner, limit:int) -> Plan|None:
     "The fastest plan within `limit`"

@@ -78,8 +78,9 @@ def _why_not(rnn) -> str|None:
     bare = copy.copy(rnn)
     bare._modules = {k: m for k, m in rnn._modules.items() if k != 'incoming'}
     if has_torch_twin(bare): return None
-    what = f'norm={rnn.norm!r} and the cell {rnn.cell.form!r}'
-    return f'ONNX has no node for a recurrent layer with {what}; it has them for GRU (reset after) and LSTM'
+    what = f'the cell {rnn.cell.form!r}' + f' and norm={rnn.norm!r}' * (rnn.norm is not None)
+    return (f'ONNX has no node for a recurrent layer with {what}; train a GRU with reset after and no norm, '
+            'or an LSTM, or serve this one from Python')
 
 def servable(
     model:nn.Module,   # any that holds layers of this package, float or integers; it stays as it is

@@ -9,6 +9,7 @@ __all__ = ['FREE', 'TrainConfig', 'StepRecord']
 import math
 from dataclasses import dataclass
 
+from ..engine.cells import PAGES
 from .schedule import check_field, is_number, is_whole
 from .optimizer_step import OPTIMIZERS, PRECISIONS
 
@@ -49,6 +50,8 @@ class TrainConfig:
         Skipped steps in a row that are an error; None: never.
     optimizer : str
         adamw, adamw foreach, adamw loop, amsgrad, momentum or sgd.
+    backend : str
+        Who runs the recurrent layers: auto (as they were made), eager, torch, graph, triton or graph+triton.
     """
     max_steps:int|None = None
     lr:float = 2e-3
@@ -65,10 +68,12 @@ class TrainConfig:
     halt_after:int|None = None
     max_skipped:int|None = 20
     optimizer:str = 'adamw'
+    backend:str = 'auto'
 
     def __post_init__(self): _check_config(self)
 
-FREE = ('max_steps', 'max_epochs', 'eval_every', 'measure_every', 'halt_after', 'max_skipped')  # no step's
+FREE = ('max_steps', 'max_epochs', 'eval_every', 'measure_every', 'halt_after', 'max_skipped',
+        'backend')    # none changes what a step computes, but for rounding
 
 # %% ../../nbs/training/04_config.ipynb #3a124334
 def _check_config(config:TrainConfig):
@@ -89,7 +94,8 @@ def _check_config(config:TrainConfig):
     check_field('weight_decay', decay, is_number(decay) and 0 <= decay < math.inf, 'a number from 0 on')
     check_field('clip', clip, clip is None or is_number(clip) and clip > 0,
                 'a number above 0, or None for never')
-    for name, allowed in ('precision', PRECISIONS), ('optimizer', OPTIMIZERS):
+    known = 'auto', 'eager', 'torch', *PAGES
+    for name, allowed in ('precision', PRECISIONS), ('optimizer', OPTIMIZERS), ('backend', known):
         check_field(name, value := getattr(o, name), value in allowed, f'one of {", ".join(allowed)}')
 
 # %% ../../nbs/training/04_config.ipynb #7292dd05

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -20,6 +21,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..engine.cells import PAGES
+from ..engine.recurrent import use_backend
 from .evaluation import moved, why_halted
 from ..measure.meter import GPUState, Meter, gpu_state, human
 from .parallel import (World, all_rows, check_same, differences, every_rank, own_rows,
@@ -84,6 +87,7 @@ def _prepare(trainer:Trainer):
     params = [p for p in o.model.parameters() if p.requires_grad]
     if not params: raise ValueError('the model has no parameter that requires grad; unfreeze some')
     check_weights(params, o.config.precision)
+    use_backend(o.model, o.config.backend)
     o.device = params[0].device
     o.optimizer = OPTIMIZERS[o.config.optimizer](params, lr=o.config.lr, weight_decay=o.config.weight_decay)
     o.wrapped = wrap(o.model, o.world) if several else None
@@ -140,6 +144,7 @@ def _undo(trainer:Trainer, randomness:dict, before:dict):
     for p in [p for p in o.optimizer.state if not before[p][1]]: del o.optimizer.state[p]
     o.optimizer.zero_grad()
     set_random_state(randomness)
+    if page := sys.modules.get(PAGES['graph']): page.release_buffers()     # of chunks that will be shorter
     if o.device.type == 'cuda': torch.cuda.empty_cache()
 
 _NO_ROOM = 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_ALLOC_FAILED', 'CUDA error: out of memory'
