@@ -349,6 +349,7 @@ def _one_step(o:_Counted, k:int) -> tuple:
     dropped = at.dropped*(1 + at.x_normed)*at.row
     return max(below + max(normed, dropped, own), own + step), own
 
+# %% ../../nbs/charlm/02_step_bytes.ipynb #f0eac13e
 def _step_by_step(o:_Counted, drawn:Sampling) -> int:
     "Bytes of `roll_out` beside its coins: a predictor, the tape, and the fullest of a step's stages"
     L, (B, D, T) = o.spec.n_layers, (o.batch, o.spec.hidden, o.plan.n_steps)

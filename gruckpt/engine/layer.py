@@ -101,6 +101,7 @@ def _draw(mask:'DropoutMask', t:int, out:torch.Tensor) -> torch.Tensor:
         else: part.copy_(room[32 * S*R*n:40 * S*R*n].view(torch.bool).view(S, R, 8*n)[..., :I]).mul_(scale)
     return out
 
+# %% ../../nbs/engine/03_layer.ipynb #f0c1d136
 def mask_scratch(
     steps,              # S; a number or an array
     rows:int,           # of a step

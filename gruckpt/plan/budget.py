@@ -1039,6 +1039,7 @@ def max_batch(
     if plan is None: return _largest_batch(lambda b: _fits(spec, b, n_steps, limit, **how), most, device)
     return _largest_batch(lambda b: estimate(spec, b, plan, **how).total <= limit, most, device)
 
+# %% ../../nbs/plan/01_budget.ipynb #93538e02
 @singledispatch
 def max_length(
     spec,                # as for `max_batch`
@@ -1093,6 +1094,7 @@ def what_fits(
         return _times(*_sized(spec, batch, n_steps, name, int(n)), limit, **how) if n else np.nan
     return frame.assign(times=[times(*item) for item in frame['any cut'].items()])
 
+# %% ../../nbs/plan/01_budget.ipynb #a66c55e9
 def _times(spec, batch:int, n_steps:int, limit:int, **how) -> float:
     "What the fastest plan that fits costs, as a share of the uncut one that rebuilds nothing"
     how, uncut = _there(spec, how), Plan(n_steps, n_steps, 'gates')
@@ -1254,6 +1256,7 @@ class _Solved:
     line:Callable|None=None
     def bytes(self, n:int) -> int: return max(self.phases[n].values()) if n in self.phases else self.line(n)
 
+# %% ../../nbs/plan/01_budget.ipynb #e0282eac
 def _solve(
     count:Callable,   # size → bytes of each phase, and seconds that it took
     limit:int,        # bytes
@@ -1293,6 +1296,7 @@ def _count_of(model, make:Callable, loss:Callable, optimizer, precision:str|None
         return {p: int(b) for p, b in ledger.phases.items()}, spent
     return count
 
+# %% ../../nbs/plan/01_budget.ipynb #fe7b437e
 def _check_asked(model, make_batch:Callable, loss:Callable, **sizes):
     "Raise for wrong arguments, before anything is counted"
     if not callable(make_batch): raise ValueError(f'make_batch must be a function, got {make_batch!r}')
@@ -1333,6 +1337,7 @@ def max_length_of_model(
     def make(n): return make_batch(batch, n)
     return _solve_model('steps', model, make, loss, limit, most, optimizer, precision, seconds).n
 
+# %% ../../nbs/plan/01_budget.ipynb #5b568961
 @max_batch.register
 def max_batch_of_model(
     model:nn.Module,     # as for `max_length_of_model`, and so are the others

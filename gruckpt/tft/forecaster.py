@@ -196,7 +196,7 @@ def _spec(
     if roles['ids']: more = {'scale': 'series'} | more
     return SeriesSpec.from_dict(roles | more), left
 
-
+# %% ../../nbs/tft/08_forecaster.ipynb #dddb1c91
 def _read(
     o:dict,        # options
     source,        # what `read_series` takes, or a Series

@@ -741,6 +741,7 @@ def _n_groups(spec:TFTSpec, batch:int, n_groups:int|None) -> dict:
         return sum(-(-n // length) for n in (reals[name], n_vars[name] - reals[name]))
     return {name: count(name) for name in steps if n_vars[name]}
 
+# %% ../../nbs/tft/06_tiers.ipynb #76598bd8
 def _groups_asked(spec:TFTSpec, batch:int) -> list:
     "Numbers of groups that are worth a look: the model's own, and more, doubled up to a variable each"
     at, found = _n_groups(spec, batch, None)['historical_vsn'], [None]
