@@ -1,7 +1,11 @@
-"""Fake quantization: a training with and without recomputation. As a script, this file is a rank of two."""
+"""Fake quantization: a training with and without recomputation. As a script, this file is a rank of two.
+
+QAT_STEPS=10 trains every model, tier and backend for ten steps where two stand here: about ten times as long.
+"""
 import copy
 import csv
 import json
+import os
 import sys
 from contextlib import nullcontext
 
@@ -33,6 +37,8 @@ SPEC = TFTSpec(static=2, observed=3, known=2, hidden=8, heads=2, lookback=16, ho
 
 
 # ---- ten steps of a model ----
+
+STEPS = int(os.environ.get('QAT_STEPS', 2))
 
 def windows(n, seed):
     "A batch of a TFT, float64."
@@ -102,7 +108,7 @@ def trained(name, plan, recompute=True, accumulate=1, evaluate=False, n_steps=10
 @pytest.mark.parametrize('name', [o for o in MODELS if o != 'TFT'])
 def test_recomputation_changes_nothing(name):
     "Loss, all gradients and all observer state after each of ten steps, K = 1, 4, 16, with accumulation"
-    n = 10 if name in ('GRU', 'LSTM', 'GRU-L3') else 3
+    n = 10 if name in ('GRU', 'LSTM', 'GRU-L3') else max(STEPS, 3)
     want = trained(name, Plan.split(16, 1), False, n_steps=n)
     for k in 1, 4, 16:
         assert (trained(name, Plan.split(16, k), n_steps=n) - want).abs().max() <= 1e-10
@@ -115,7 +121,7 @@ def test_recomputation_changes_nothing(name):
                                            ('LSTM', 'graph'), ('GRU-L3', 'graph')])
 def test_backends_change_nothing(name, backend):
     "The same with every backend, K = 1, 4, 16, whatever is kept; ten steps by torch's op"
-    n = 10 if (name, backend) == ('GRU', 'torch') else 2
+    n = 10 if (name, backend) == ('GRU', 'torch') else STEPS
     want = trained(name, Plan.split(16, 1), False, n_steps=n)
     for k, keep in (1, 'gates'), (4, 'gates'), (16, 'hidden'):
         found = trained(name, Plan.split(16, k), n_steps=n, backend=backend, keep=keep)
@@ -144,7 +150,7 @@ def test_kernels_change_nothing():
         torch.manual_seed(0)
         rnn = GRU(4, 5, 2, norm='state', reset='before', backend=backend, seg_len=seg_len).double()
         prepare_qat(rnn)
-        for _ in range(2):
+        for _ in range(STEPS):
             rnn(sequences(0)[:3])[0].pow(2).mean().backward()
             refresh(rnn)
         found.append(torch.cat([t.double().flatten() for t in (*(p.grad for p in rnn.parameters()),
@@ -153,9 +159,9 @@ def test_kernels_change_nothing():
 
 
 def test_tiers_change_nothing():
-    want = trained('TFT', Tier.off, recompute=False, n_steps=2)
+    want = trained('TFT', Tier.off, recompute=False, n_steps=STEPS)
     tiers = Tier.off, Tier.vsn, Tier.aggressive, Tier.full, Tier(Tier.full.layers, n_groups=3, seg_len=5)
-    for tier in tiers: assert (trained('TFT', tier, n_steps=2) - want).abs().max() <= 1e-10
+    for tier in tiers: assert (trained('TFT', tier, n_steps=STEPS) - want).abs().max() <= 1e-10
     ten = trained('TFT', Tier.off, recompute=False)
     assert (trained('TFT', Tier.full) - ten).abs().max() <= 1e-10
 
