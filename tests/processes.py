@@ -7,9 +7,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+
+import torch.distributed as dist
 
 import gruckpt
 
@@ -51,6 +55,17 @@ def interpret(args, cwd, env, out, err):
         main = sys.modules['__main__'] = types.ModuleType('__main__')
         exec(compile(rest[0], '<string>', 'exec'), vars(main))
     else: runpy.run_path(first, run_name='__main__')
+
+
+@contextmanager
+def group_of_one(path):
+    """A process group of this process alone, which meets in a file. It ends when gloo's thread has let go of the last
+    sum: torch ends that thread with the interpreter's lock in its hands, and the thread may still need it."""
+    dist.init_process_group('gloo', f'file://{path}', rank=0, world_size=1)
+    try: yield
+    finally:
+        time.sleep(.1)
+        dist.destroy_process_group()
 
 
 class Process:

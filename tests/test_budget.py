@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fuzz_bytes import case_of  # noqa: E402
 from fuzz_plan import Question, least_seconds  # noqa: E402
+from processes import group_of_one  # noqa: E402
 from test_fuzz_bytes import SEEDS  # noqa: E402
 
 from gruckpt.plan.budget import (GPUS, DoesNotFit, Explorer, Ledger, Rates, _Planner, estimate,  # noqa: E402
@@ -281,9 +281,7 @@ def test_B09_tied_and_frozen_are_counted_once(norm):
 
 @pytest.fixture
 def a_world_of_one(tmp_path):
-    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/meet', rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one(tmp_path/'meet'): yield
 
 
 class Whole(nn.Module):

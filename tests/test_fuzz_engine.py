@@ -1,4 +1,6 @@
 """A fixed 150 of the compositions of `fuzz_engine`: hooks, checkpoints, derived weights, threads"""
+import time
+
 import pytest
 
 dist = pytest.importorskip('torch.distributed')
@@ -8,6 +10,7 @@ from fuzz_engine import WAYS, case_of, difference, joined  # noqa: E402
 @pytest.fixture(autouse=True, scope='module')
 def no_group_stays():
     yield
+    time.sleep(.1)                                          # as `processes.group_of_one`
     if dist.is_initialized(): dist.destroy_process_group()
     joined.cache_clear()
 

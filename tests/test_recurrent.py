@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from processes import group_of_one
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -165,19 +166,16 @@ def test_g12_state_carried_over_batches(seg_len):
         same(*got)
 
 
-@pytest.mark.parametrize('world', [1])
-def test_g11_moves_copies_and_ddp(world, tmp_path):
+def test_g11_moves_copies_and_ddp(tmp_path):
     rnn, x = GRU(3, 4, 2, seg_len=2).double(), torch.randn(5, 2, 3, dtype=F64)
     want = torch.autograd.grad(rnn(x)[0].sum(), list(rnn.parameters()))
     twin = copy.deepcopy(rnn).float().double()
     twin.load_state_dict(rnn.state_dict())
     same(torch.autograd.grad(twin(x)[0].sum(), list(twin.parameters())), want)
-    torch.distributed.init_process_group('gloo', f'file://{tmp_path}/store', rank=0, world_size=world)
-    try:
+    with group_of_one(tmp_path/'store'):
         wrapped = nn.parallel.DistributedDataParallel(rnn)
         wrapped(x)[0].sum().backward()
         same([p.grad for p in rnn.parameters()], want)
-    finally: torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize('make', [lambda: GRU(8, 16, 2, dropout=.2), lambda: GRU(8, 16, 2, seg_len=4),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import group_of_one
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves, tree_map
@@ -1381,10 +1382,7 @@ def test_fake_tensors():
 
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
-    store = tmp_path_factory.mktemp('ddp') / 'store'
-    torch.distributed.init_process_group('gloo', init_method=f'file://{store}', rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with group_of_one(tmp_path_factory.mktemp('ddp')/'store'): yield
 
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize('unused', [False, True])

@@ -106,8 +106,8 @@ def joined(
                             world_size=world.size, device_id=None if device.type == 'cpu' else device)
     try: yield world
     finally:
+        sleep(0.1)      # gloo's threads let go of their tensors, which takes the interpreter's lock
         dist.destroy_process_group()
-        sleep(0.1)      # gloo's threads let go of their tensors; an interpreter that ends before aborts
 
 # %% ../../nbs/training/03_parallel.ipynb #f53326c5
 def _alone() -> bool: return not dist.is_initialized() or dist.get_world_size() == 1
