@@ -59,8 +59,11 @@ def interpret(args, cwd, env, out, err):
 
 @contextmanager
 def group_of_one(path):
-    """A process group of this process alone, which meets in a file. It ends when gloo's thread has let go of the last
-    sum: torch ends that thread with the interpreter's lock in its hands, and the thread may still need it."""
+    """A process group of this process alone, which meets in a file.
+
+    It ends when gloo's thread has let go of the last sum: torch waits for that thread with the interpreter's
+    lock in its hands, and the thread may still need the lock.
+    """
     dist.init_process_group('gloo', f'file://{path}', rank=0, world_size=1)
     try: yield
     finally:
