@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from gruckpt.plan import budget
 from gruckpt.plan.budget import DoesNotFit
 from gruckpt.engine.certify import certify, gradient_flow
 from gruckpt.measure.meter import Meter, nbytes
@@ -485,6 +486,15 @@ def test_where_a_few_steps_do_not_tell_each_tier_is_counted(monkeypatch):
 
 
 SIX = TFTSpec(0, 1, 0, hidden=4, heads=2, lookback=4, horizon=2)
+
+
+def test_auto_asks_the_device_that_is_meant(monkeypatch):
+    asked = []
+    def free(device): asked.append(device); return 2**34
+    monkeypatch.setattr(budget, '_free_on_gpu', free)
+    assert fit_tier(SIX, 2, 'auto', device='cuda') == Tier.off
+    assert largest_batch(SIX, Tier.off, 'auto', device='cuda', most=4) == 4
+    assert asked == 2 * ['cuda']
 
 
 def test_fit_tier_is_brute_force():

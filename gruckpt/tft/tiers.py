@@ -829,7 +829,7 @@ def fit_tier(
     **how,             # optimizer, precision, device, ... as for `gruckpt.plan.budget.estimate`
 ) -> Tier:
     "The tier of least extra work whose training step fits; or `TierDoesNotFit`"
-    limit = limit_bytes(limit)
+    limit = limit_bytes(limit, **how)
     _refuse_scores(spec, batch, limit)
     if (tier := _fitting(spec, batch, limit, **how)) is not None: return tier
     ledger = tier_ledger(spec, batch, smallest := _smallest(spec, batch, **how), **how)
@@ -891,7 +891,7 @@ def largest_batch(
     **how,             # as for `gruckpt.plan.budget.estimate`
 ) -> int:              # b such that b fits and nothing above it does; 0 if not even 1 does
     "The largest batch that fits, also where bytes fall as the batch grows by one, since a group gets shorter"
-    limit = limit_bytes(limit)
+    limit = limit_bytes(limit, **how)
     with constants_of(how.get('device', 'cpu')): return _largest_of(spec, tier, limit, most, **how)
 
 def _largest_of(spec:TFTSpec, tier:Tier, limit:int, most:int, **how) -> int:
