@@ -334,8 +334,8 @@ class Rates:
     flops:float = 50e9
     moved:float = 10e9
     launch:float = 3e-6
-    chunk:float = 60e-6
-    cut:float = 4.5e-3
+    chunk:float = 120e-6
+    cut:float = 1.5e-3
 
     def seconds(self, work:Work) -> float:
         "Seconds of `work`"
@@ -369,34 +369,35 @@ def _per_second(run:Callable, amount:float, device:str, least:float=.15) -> floa
     return amount / best
 
 _SHORT = 1e-3    # seconds of a round
-_IN_CHUNK, _IN_CUT = 20, 1500    # small kernels that take as long as what Python and autograd do there
+_IN_CHUNK, _IN_CUT = 40, 500     # small kernels that take as long as what Python and autograd do there
+_LARGE = 64 << 20                # bytes of buffers that no cache holds, as a step's do not fit into one
 
 # %% ../../nbs/plan/01_budget.ipynb #951717e2
 @lru_cache
 def _measured(batch:int, hidden:int, device:str, precision:str) -> Rates:
-    "Matmuls of one step's rows and of a chunk's, the kernels of a cell, and a kernel on one number"
+    "Matmuls of one step's rows and of a chunk's, the kernels of a cell, and a small kernel on a view"
     dtype = {'bfloat16': torch.bfloat16, 'pure bfloat16': torch.bfloat16, 'float16': torch.float16,
              'float64': torch.float64}.get(precision, torch.float32)
-    made = dict(device=device, dtype=dtype)
-    one, n_rows = torch.randn(1, **made), max(512, batch)
-    def rate(rows, columns):
-        sizes = (rows, hidden), (hidden, columns), (rows, columns)
-        x, w, out = (torch.randn(*size, **made) for size in sizes)
-        def run(): torch.mm(x, w, out=out)           # short: a long run is more often interrupted
-        return _per_second(run, 2*rows*hidden*columns, device)
-    gates, h = torch.randn(n_rows, 4*hidden, **made), torch.randn(n_rows, hidden, **made)
-    r, z, n, more = gates.split(hidden, -1)
+    def made(*size): return torch.randn(*size, device=device, dtype=dtype)
+    n_steps, n_rows = max(1, _LARGE // (5*batch*hidden*dtype.itemsize)), max(512, batch)
+    gates, h, w = made(n_steps, batch, 4*hidden), made(n_steps, batch, hidden), made(hidden, 3*hidden)
+    r, z, n, more = gates.flatten(0, 1).split(hidden, -1)
+    def walk():
+        for t in range(n_steps): gates[t, :, :3*hidden].addmm_(h[t], w)
     def move():
         "29 rows read and written: a step's, and products of what it left"
-        gates[:, :2*hidden].sigmoid_()
+        gates[..., :2*hidden].sigmoid_()
         n.addcmul_(r, more).tanh_()
-        torch.lerp(n, h, z, out=h)
+        torch.lerp(n, h.flatten(0, 1), z, out=h.flatten(0, 1))
         for _ in range(5): torch.mul(r, z, out=more)
+    x, out = made(n_rows, hidden), made(n_rows, hidden)
+    def bulk(): torch.mm(x, w[:, :hidden], out=out)
     def tick():
-        for _ in range(100): one.mul_(1)
-    moved, ticks = _per_second(move, 29 * h.nbytes, device), _per_second(tick, 100, device)
-    besides = (n / ticks for n in (1, _IN_CHUNK, _IN_CUT))
-    return Rates(rate(batch, 3*hidden), rate(n_rows, hidden), moved, *besides)
+        for t in range(100): out[t % 2, :1].mul_(1)
+    flops = 2 * hidden * hidden
+    work = (walk, 3*flops*batch*n_steps), (bulk, flops*n_rows), (move, 29*h.nbytes), (tick, 100)
+    *rates, ticks = (_per_second(run, amount, device) for run, amount in work)
+    return Rates(*rates, *(n / ticks for n in (1, _IN_CHUNK, _IN_CUT)))
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de8004
 def _choices(
