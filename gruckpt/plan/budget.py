@@ -1109,7 +1109,8 @@ def _explored(spec, batch:int, n_steps:int, n_segments:int, card:str|None) -> st
     ledger, seconds = estimate(spec, batch, plan, device=device), seconds_of(spec, batch, plan, device=device)
     total, usable = int(ledger.total), GPUS[card].usable if card else None
     room = f', {"fits" if total <= usable else "does not fit"} in {human(usable)} of {card}' if card else ''
-    said = f'{batch} rows, {plan.words}: {human(total)}{room}; {seconds:.2g} s a step predicted'
+    said = f'{batch} rows, {plan.words}: {human(total)}{room}; {seconds:.2g} s a step at the ' \
+           f'default rates of {"GPUs" if card else "CPUs"}'
     def row(cells, kind='td'): return f'<tr>{"".join(f"<{kind}>{escape(c)}</{kind}>" for c in cells)}</tr>'
     header, *rows = _rows(ledger)
     return f'<p>{escape(said)}</p><table>{row(header, "th")}{"".join(map(row, rows))}</table>'
@@ -1133,7 +1134,7 @@ class Explorer:
         "Sliders, a list of cards, and the table below them; None without ipywidgets"
         if find_spec('ipywidgets') is None: return None
         from ipywidgets import HTML, Dropdown, IntSlider, VBox
-        sliders = [IntSlider(n, 1, 4 * n, description=k, continuous_update=False)
+        sliders = [IntSlider(n, 1, max(4 * n, 64), description=k, continuous_update=False)
                    for k, n in self.sizes.items()]
         cards = Dropdown(options=[('a CPU', None), *((name, name) for name in GPUS)], value=self.card,
                          description='card')
