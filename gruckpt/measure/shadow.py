@@ -145,6 +145,26 @@ def _refuse(
             raise NotFollowed(f'{func} uses a view of shape {tuple(t.shape)} that was changed in place since '
                               'it was made, from where a shadow does not see it: change it out of place')
 
+# %% ../../nbs/measure/01_shadow.ipynb #e82d4fcd
+_IN_ROWS = {_aten._log_softmax_backward_data.default, _aten.mse_loss_backward.default,
+            _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default,
+            _aten.log_sigmoid_forward.default}
+
+_IN_FORMAT = {_aten.native_batch_norm.default: 0, _aten._native_batch_norm_legit.default: 0,
+              _aten._native_batch_norm_legit.no_stats: 0, _aten._batch_norm_with_update.default: 0,
+              _aten.reflection_pad2d.default: 0, _aten.replication_pad2d.default: 0,
+              _aten.reflection_pad3d.default: 0, _aten.replication_pad3d.default: 0,
+              _aten.reflection_pad2d_backward.default: 1, _aten.replication_pad2d_backward.default: 1}
+
+def _laid_out(func, args, out):
+    "Results in the order of a CPU: rows, or channels last where an argument of images has those last"
+    to = torch.contiguous_format if func in _IN_ROWS else suggest_memory_format(args[_IN_FORMAT[func]])
+    found = list(out) if isinstance(out, (tuple, list)) else [out]
+    for i, t in enumerate(found):
+        if t.shape == found[0].shape and not t.is_contiguous(memory_format=to):
+            found[i] = torch.empty_like(t, memory_format=to)
+    return type(out)(found) if isinstance(out, (tuple, list)) else found[0]
+
 # %% ../../nbs/measure/01_shadow.ipynb #eb11be99
 _KEEPS_ELEMENTS = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default,
                    _aten.binary_cross_entropy.default}
@@ -158,25 +178,6 @@ def _with_statistics(func, args, out):
     weight = next((t for t in args[_KEEPS_STATISTICS[func]:] if isinstance(t, torch.Tensor)), None)
     if weight is None or weight.dtype == args[0].dtype: return out
     return type(out)([out[0], *[t.new_empty(t.shape, dtype=weight.dtype) for t in out[1:]]])
-
-# %% ../../nbs/measure/01_shadow.ipynb #e82d4fcd
-_IN_ROWS = {_aten._log_softmax_backward_data.default, _aten.mse_loss_backward.default,
-            _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default,
-            _aten.log_sigmoid_forward.default}
-
-_IN_FORMAT = {_aten.native_batch_norm.default: 0, _aten._native_batch_norm_legit.default: 0,
-              _aten._native_batch_norm_legit.no_stats: 0, _aten._batch_norm_with_update.default: 0,
-              _aten.reflection_pad3d.default: 0, _aten.replication_pad3d.default: 0,
-              _aten.reflection_pad2d_backward.default: 1, _aten.replication_pad2d_backward.default: 1}
-
-def _laid_out(func, args, out):
-    "Results in the order of a CPU: rows, or channels last where an argument of images has those last"
-    to = torch.contiguous_format if func in _IN_ROWS else suggest_memory_format(args[_IN_FORMAT[func]])
-    found = list(out) if isinstance(out, (tuple, list)) else [out]
-    for i, t in enumerate(found):
-        if t.shape == found[0].shape and not t.is_contiguous(memory_format=to):
-            found[i] = torch.empty_like(t, memory_format=to)
-    return type(out)(found) if isinstance(out, (tuple, list)) else found[0]
 
 # %% ../../nbs/measure/01_shadow.ipynb #985c7af6
 _UNTOLD = {_aten._cudnn_rnn.default, _aten.miopen_rnn.default}    # 0 bytes on fake tensors

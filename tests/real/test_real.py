@@ -124,7 +124,7 @@ def test_certify_with_both_oracles(real):
 
 @pytest.fixture
 def no_collector():
-    "Objects in cycles keep their tensors until Python's collector runs, which is at any time: flair's sentences"
+    "Objects in cycles, as flair's sentences are, keep tensors until Python's collector runs, at any time"
     gc.collect()
     gc.disable()
     yield
