@@ -68,7 +68,13 @@ def test_onnx_runtime_says_the_same(name, rounded, tmp_path):
             assert error <= (2e-2 if rounded else 1e-5)            # a runtime may multiply integers itself
 
 
-@pytest.mark.parametrize('name, rounded', [('GRULM', False), ('GRULM', True), ('TFT', True)])
+FOUR_D = pytest.mark.skipif(
+    torch.__version__.startswith('2.10.'),
+    reason='an nn.LSTM given a state is exported by torch 2.10 with final states of four dimensions')
+
+
+@pytest.mark.parametrize('name, rounded', [('GRULM', False), ('GRULM', True),
+                                           pytest.param('TFT', True, marks=FOUR_D)])
 def test_torch_export_says_the_same(name, rounded):
     model = made(name, rounded)
     served, program = Served(model), export_program(model, 2).module()

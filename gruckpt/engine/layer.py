@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import is_fake
 from .cells import (NORM_EPS, ONCE, Backend, CellWeights, backend_for, loop, norm_rows,
                                   norm_rows_back)
 from .captures import mark
-from .scan import NO_FORWARD_MODE, grad_sink, is_plain, refuse_other_data, refuse_transforms
+from .scan import (NO_FORWARD_MODE, exporting, grad_sink, is_plain, refuse_other_data,
+                                 refuse_transforms)
 from ..plan.segment import default_chunk_len
 
 # %% ../../nbs/engine/03_layer.ipynb #8e2896e9
@@ -80,7 +81,7 @@ def _at_hand(t:torch.Tensor) -> bool: return type(t) is torch.Tensor and t.devic
 
 def _without_numbers(t:torch.Tensor) -> bool:
     "Is a tensor only counted? One that torch.export follows is not"
-    return (is_fake(t) or getattr(t, 'is_hollow', False)) and not torch.compiler.is_exporting()
+    return (is_fake(t) or getattr(t, 'is_hollow', False)) and not exporting()
 
 def _draw(mask:'DropoutMask', t:int, out:torch.Tensor) -> torch.Tensor:
     "`DropoutMask.scale` by Philox: in numpy's operations on a processor, which take half the time of torch's"

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .cells import PAGES, GRUCell, LSTMCell, backend_for, is_fused, make_cell
 from .layer import (DropoutMask, LayerNode, LayerRun, StackNode, StackRun, StepNode,
                                   norm_output, plain_layer)
-from .scan import scan_spans, is_plain, plain, refuse_transforms, uncompiled
+from .scan import exporting, scan_spans, is_plain, plain, refuse_transforms, uncompiled
 from ..plan.segment import checked_keep, keep_each
 
 # %% ../../nbs/engine/04_recurrent.ipynb #094f5b9b
@@ -413,7 +413,7 @@ def _weight_of(read:dict) -> torch.Tensor:
     return next(iter(read.values()))[0][0][0]
 
 # %% ../../nbs/engine/04_recurrent.ipynb #c9d2a835
-def _exporting() -> bool: return torch.compiler.is_exporting() or torch.jit.is_tracing()
+def _exporting() -> bool: return exporting() or torch.jit.is_tracing()
 def _on_meta(x) -> bool: return (x.data if isinstance(x, PackedSequence) else x).device.type == 'meta'
 def has_torch_twin(
     rnn,    # a layer

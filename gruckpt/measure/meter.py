@@ -302,7 +302,7 @@ def _launched(func) -> bool:
     "Is an operation more than a view, or memory?"
     returns = [r.alias_info for r in func._schema.returns]
     views = any(a is not None and not a.is_write for a in returns)
-    return not views and func._schema.name not in _NO_KERNEL and func.namespace != 'prim'
+    return not views and func._schema.name not in _NO_KERNEL and func.namespace not in ('prim', 'profiler')
 
 def _waits(func, args:tuple) -> bool:
     "Would it wait for a GPU? Because it reads a value, makes a tensor of a list, or looks which are True"

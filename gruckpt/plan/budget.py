@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from ..measure.meter import Meter, human, nbytes, parse_bytes
-from ..measure.shadow import NotFollowed, add_hooks, hooks_of, shadow, without_onednn
+from ..measure.shadow import NotFollowed, add_hooks, hooks_of, rebuilds_itself, shadow, without_onednn
 from .segment import Plan, Stretch, Work, default_chunk_len
 
 # %% ../../nbs/plan/01_budget.ipynb #56a1a7e0
@@ -1109,7 +1109,8 @@ def _explored(spec, batch:int, n_steps:int, n_segments:int, card:str|None) -> st
     ledger, seconds = estimate(spec, batch, plan, device=device), seconds_of(spec, batch, plan, device=device)
     total, usable = int(ledger.total), GPUS[card].usable if card else None
     room = f', {"fits" if total <= usable else "does not fit"} in {human(usable)} of {card}' if card else ''
-    said = f'{batch} rows, {plan.words}: {human(total)}{room}; {seconds:.2g} s a step predicted'
+    said = f'{batch} rows, {plan.words}: {human(total)}{room}; {seconds:.2g} s a step at the ' \
+           f'default rates of {"GPUs" if card else "CPUs"}'
     def row(cells, kind='td'): return f'<tr>{"".join(f"<{kind}>{escape(c)}</{kind}>" for c in cells)}</tr>'
     header, *rows = _rows(ledger)
     return f'<p>{escape(said)}</p><table>{row(header, "th")}{"".join(map(row, rows))}</table>'
@@ -1133,7 +1134,7 @@ class Explorer:
         "Sliders, a list of cards, and the table below them; None without ipywidgets"
         if find_spec('ipywidgets') is None: return None
         from ipywidgets import HTML, Dropdown, IntSlider, VBox
-        sliders = [IntSlider(n, 1, 4 * n, description=k, continuous_update=False)
+        sliders = [IntSlider(n, 1, max(4 * n, 64), description=k, continuous_update=False)
                    for k, n in self.sizes.items()]
         cards = Dropdown(options=[('a CPU', None), *((name, name) for name in GPUS)], value=self.card,
                          description='card')
@@ -1214,11 +1215,18 @@ def _run_for_real(model, batch, loss, make, arithmetic, why:NotFollowed) -> Mete
     room = 9 * _free() // 10 - nbytes((model, batch))
     if room < 0: raise NotFollowed(f'{why}; and there is no memory for a real run') from why
     with torch.random.fork_rng(devices=[]), without_onednn():
-        model, batch = copy.deepcopy((model, batch))
+        model, batch = _copied(model, batch)
         for new, old in zip([*model.parameters(), *model.buffers()], tensors, strict=True):
             add_hooks(new, hooks_of(old))
         with Meter(limit=room) as meter: _two_steps(model, batch, loss, make, arithmetic)
     return meter
+
+def _copied(model, batch) -> tuple:
+    "Deep copies; a module that would build its copy anew is copied by its attributes"
+    anew = [m for m in model.modules() if not hasattr(type(m), '__deepcopy__') and rebuilds_itself(m)]
+    memo = {id(m): type(m).__new__(type(m)) for m in anew}
+    for m in anew: vars(memo[id(m)]).update(copy.deepcopy(vars(m), memo))
+    return copy.deepcopy((model, batch), memo)
 
 # %% ../../nbs/plan/01_budget.ipynb #5e1f0a04
 def _line(

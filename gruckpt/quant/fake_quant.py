@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..engine.scan import exporting
 from ..training.parallel import all_rows
 
 # %% ../../nbs/quant/00_fake_quant.ipynb #349c8424
@@ -54,7 +55,7 @@ def rounded(
 ) -> torch.Tensor:    # of the type of `x`
     "The nearest points of a grid; the gradient passes straight, but where `x` is beyond it"
     if torch.jit.is_tracing(): return torch.fake_quantize_per_tensor_affine(x, *grid)
-    if torch.compiler.is_exporting():                          # there is no fake kernel of torch's operation
+    if exporting():                          # there is no fake kernel of torch's operation
         scale, zero, low, high = grid
         return ((x * (1 / scale)).round().add(zero).clamp(low, high) - zero) * scale
     return _Clipped.apply(x, *grid)
@@ -94,7 +95,7 @@ def rounded_rows(
     "The nearest points of grids that cover `x`; the gradient passes unchanged"
     x_NI = x.reshape(-1, x.shape[-1]) if per_channel else x.reshape(1, -1)
     scale, zero, low, high = scales_of(x_NI, bits, symmetric)
-    if torch.compiler.is_exporting():
+    if exporting():
         q = (x_NI / scale[:, None]).round() + zero[:, None]
         return ((q.clamp(low, high) - zero[:, None]) * scale[:, None]).view(x.shape)
     return _Straight.apply(x_NI, scale, zero, low, high).view(x.shape)
@@ -166,7 +167,7 @@ def _passed(quant:FakeQuant, x:torch.Tensor) -> torch.Tensor:
     if not x.numel(): return x
     if quant.mode == 'dynamic': return rounded_rows(x, quant.bits, quant.symmetric, quant.per_channel)
     looks = quant.training if quant.mode == 'delayed' else quant.mode == 'observing'
-    if looks and not _in_backward() and not torch.compiler.is_exporting(): _collect(quant, x)
+    if looks and not _in_backward() and not exporting(): _collect(quant, x)
     return x if quant.grid is None or quant.mode == 'observing' else rounded(x, quant.grid)
 
 def _settle(quant:FakeQuant):
@@ -189,7 +190,7 @@ def _set_bounds(quant:FakeQuant, low:float, high:float):
 def _shown(quant:FakeQuant) -> str:
     words = [quant.mode, f'{quant.bits} bits']
     words += ['symmetric'] * quant.symmetric + ['a row'] * quant.per_channel
-    if quant.grid: words.append('{:.3g} to {:.3g}'.format(*quant.bounds.tolist()))
+    if quant.grid and not exporting(): words.append('{:.3g} to {:.3g}'.format(*quant.bounds.tolist()))
     return ', '.join(words)
 
 # %% ../../nbs/quant/00_fake_quant.ipynb #63736caf
