@@ -81,7 +81,7 @@ def _forward(x_ND, targets_N, out_N, w:CellWeights, kept_NV) -> torch.Tensor:
     return loss
 
 # %% ../../nbs/engine/07_head.ipynb #63fe6592
-def _backward(x_ND, targets_N, out_N, w:CellWeights, kept_NV, g:torch.Tensor, sums:CellWeights, dx_ND):
+def _backward(x_ND, targets_N, out_N, w:CellWeights, kept_NV, g, sums:CellWeights, dx_ND):
     "Add to the sums, and write `dx_ND`; `g` is the gradient at the loss"
     for a, b in _chunks(len(x_ND), len(w.w_i), x_ND.device.type):
         if kept_NV is not None: d = kept_NV[a:b] * g
@@ -133,7 +133,7 @@ def head_loss(
     weight:torch.Tensor,       # V x D
     bias:torch.Tensor|None,    # V; None: the map has none
     keep:str='hidden',         # 'hidden' makes the logits again on the way back, 'gates' keeps their gradient
-    ignore_index:int|None=None,# rows with this target add nothing, as in `cross_entropy`; None: there are none
+    ignore_index:int|None=None,# rows with this target add nothing, as in `cross_entropy`; None: all count
 ) -> torch.Tensor:             # number, float32 or float64
     "Cross-entropy of a linear map's logits, summed over rows; they are computed in the type of `x_ND`"
     if x_ND.dim() != 2 or targets_N.shape != x_ND.shape[:1]:
