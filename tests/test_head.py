@@ -1,10 +1,12 @@
 """head beyond its page: its bytes at many forms."""
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gruckpt.engine.head import HeadBytes, head_loss
-from gruckpt.engine.scan import plain
+from gruckpt.engine.scan import plain, scan_segments
 from gruckpt.measure.meter import Meter
+from gruckpt.plan.segment import Plan
 
 
 @pytest.mark.parametrize('keep', ['hidden', 'gates'])
@@ -34,3 +36,22 @@ def test_a_map_without_a_bias():
     def grad(): return torch.autograd.grad(head_loss(x_ND, targets_N, weight, None), weight)[0]
     with plain(): oracle = grad()
     assert (grad() - oracle).norm() < 1e-10 * oracle.norm()
+
+
+@pytest.mark.parametrize('keep', ['hidden', 'gates'])
+@pytest.mark.parametrize('ignored', [-100, 0, 3])
+def test_ignored_rows_add_nothing_in_segments_too(keep, ignored):
+    "Also where a symbol of the vocabulary is left out, and where all rows of a segment are."
+    x_ND, targets_N = torch.randn(12, 4, dtype=torch.double), torch.randint(5, (12,))
+    targets_N[4:8] = ignored
+    weight = torch.randn(5, 4, dtype=torch.double, requires_grad=True)
+    counted = targets_N != ignored
+    oracle = F.cross_entropy(x_ND[counted] @ weight.T, targets_N[counted], reduction='sum')
+    def step(xs, h): return head_loss(*xs, weight, None, keep, ignore_index=ignored), h
+    losses, _ = scan_segments(step, (x_ND, targets_N), None, Plan.split(12, 3))
+    assert (sum(losses) - oracle).abs() < 1e-10 * oracle.abs()
+    found, expected = (torch.autograd.grad(o, weight)[0] for o in (sum(losses), oracle))
+    assert (found - expected).norm() < 1e-10 * expected.norm()
+    with plain():
+        same = head_loss(x_ND, targets_N, weight, None, ignore_index=ignored)
+    assert (same - oracle).abs() < 1e-10 * oracle.abs()

@@ -20,8 +20,8 @@ import typer
 from typer import Option
 
 from .shell import (BatchSize, Fields, MemoryLimit, Seed, Segments, Threads, call,
-                                    check_bytes, check_options, check_threads, ending, given, print_answer,
-                                    refusing, say, with_fields)
+                                    check_bytes, check_options, check_size, check_threads, ending, given,
+                                    print_answer, refusing, say, with_fields)
 from .train_lm import PLAN, train_lm_command
 from .train_tft import backtest_command, forecast_command, train_tft_command
 
@@ -59,7 +59,7 @@ def _of_characters(
     "ValueError unless the run is one of train-lm"
     about = found.state['about']
     if 'symbols' in about: return about
-    raise ValueError('the run in this folder is not one of train-lm; this command needs its characters')
+    raise ValueError('the run in this folder is not one of train-lm, and this command takes no other')
 
 def _text(
     found,              # what `load_checkpoint` found
@@ -272,6 +272,8 @@ def _export_command(
         with refusing():
             from gruckpt.training.checkpoint_files import load_checkpoint
             if form not in ('onnx', 'pt2'): raise ValueError(f'--format must be onnx or pt2, got {form!r}')
+            if form == 'onnx' and find_spec('onnx') is None:
+                raise ValueError('an ONNX file needs the package onnx; pip install it, or give --format pt2')
             found, file = load_checkpoint(run, best=(run/'best.pt').exists()), run/'int8.pt'
             if int8 and not file.exists():
                 raise ValueError(f'--int8: there is no {str(file)!r}; gruckpt quantize {run} writes it')
@@ -289,14 +291,15 @@ _STEP = Fields('gruckpt.training.config:TrainConfig', dict(
 
 def _limit(o:SimpleNamespace) -> tuple:
     "(limit in bytes or None, device, what was assumed in words); ValueError for a wrong question"
-    from gruckpt.plan.budget import GPUS, card_named, limit_bytes
+    from gruckpt.plan.budget import GPUS, card_named, device_meant, limit_bytes
     from gruckpt.measure.meter import human
     if o.gpu is not None and o.memory_limit is not None:
         raise ValueError('give --gpu or --memory-limit, not both')
     if o.gpu is None and o.memory_limit is None and o.segments is None:
         raise ValueError('give --gpu or --memory-limit to find a plan, or --segments to count one')
     check_bytes(o.memory_limit, 'memory_limit')
-    device = o.device or ('cuda' if o.gpu else 'cpu')
+    meant = 'cpu' if o.memory_limit in (None, 'auto') else device_meant(o.memory_limit)
+    device = o.device or ('cuda' if o.gpu else meant)
     check_options(SimpleNamespace(device=device), {'device': ('cpu', 'cuda')})
     if o.gpu == 'auto':
         limit = limit_bytes('auto', 'cuda')
@@ -320,7 +323,9 @@ def _question(
     plan = None if o.segments is None else PLAN.make(o, Plan.split, n_steps=o.steps, n_segments=o.segments)
     config = _STEP.make(o, max_steps=1)
     how = dict(optimizer=config.optimizer, precision=config.precision, accumulate=config.accumulate)
-    return _SPEC.make(o), plan, limit, how | {'device': device}, said
+    spec = _SPEC.make(o)
+    check_size(spec.n_params)
+    return spec, plan, limit, how | {'device': device}, said
 
 # %% ../../nbs/commands/03_cli.ipynb #f46fced9
 def _verdict(
@@ -392,6 +397,7 @@ def _asked(
     others = {*typed} - {*_SIZES, 'gpu', 'memory_limit', 'table'}
     if others or not limited or min(n.values()) < 1 or n['segments'] > o.steps: return ''
     if o.gpu and _squeezed(o.gpu) not in _cards(): return ''
+    if n['hidden'] * (7*n['hidden']*n['layers'] + 2*n['vocab_size']) > 2**39: return ''   # see `check_size`
     return (f'asked   layers {o.layers}, width {o.hidden:,}, symbols {o.vocab_size:,}; '
             f'rows {o.batch_size:,}, steps {o.steps:,}')
 
@@ -401,7 +407,7 @@ def _asked(
 def _budget_command(ctx:typer.Context,
     gpu:Annotated[str|None, Option(help="a card, such as 'RTX 3080', or auto: that of this machine")] = None,
     memory_limit:MemoryLimit = None,    # in the place of a card
-    device:Annotated[str|None, Option(help='whose step, cpu or cuda; default: cuda if --gpu')] = None,
+    device:Annotated[str|None, Option(help='whose step, cpu or cuda; default: cuda for a card')] = None,
     batch_size:BatchSize = 32,          # as in every command
     steps:Annotated[int, Option(help='window length, T')] = 256,
     segments:Segments = None,           # None: the fastest plan that fits

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['UsageError', 'BatchSize', 'Segments', 'MemoryLimit', 'Clip', 'Device', 'Threads', 'Seed', 'Quiet', 'Resume',
            'SaveEvery', 'KeepCheckpoints', 'Boards', 'UseQAT', 'WeightBits', 'tell', 'say', 'refusing', 'print_answer',
-           'ending', 'call', 'option', 'check_options', 'check_threads', 'check_bytes', 'Documented', 'documented',
-           'Fields', 'with_fields', 'clip_of', 'quant_of', 'bits_of', 'said_of_bits', 'open_run', 'options_of', 'given',
-           'goal_of', 'pick_device', 'start_from', 'stoppable', 'summary', 'course_of', 'follow', 'picture', 'train']
+           'ending', 'call', 'option', 'check_options', 'check_threads', 'check_bytes', 'check_size', 'check_backend',
+           'Documented', 'documented', 'Fields', 'with_fields', 'clip_of', 'quant_of', 'bits_of', 'said_of_bits',
+           'open_run', 'options_of', 'given', 'goal_of', 'pick_device', 'start_from', 'stoppable', 'summary',
+           'course_of', 'follow', 'picture', 'train']
 
 # %% ../../nbs/commands/00_shell.ipynb #229d28cf
 import ast
@@ -160,6 +161,25 @@ def check_bytes(
     from gruckpt.plan.budget import limit_bytes
     if text is not None and text != 'auto' and limit_bytes(text) == 0:
         raise ValueError(f'{option(name)} must be above 0 bytes, got {text!r}')
+
+# %% ../../nbs/commands/00_shell.ipynb #4c59cc69
+_MOST_PARAMS = 2**40   # more than any machine holds
+
+def check_size(
+    n_params:int,   # of a model that is asked for
+):
+    "Raise a `ValueError` where no machine could hold the model"
+    if n_params > _MOST_PARAMS:
+        raise ValueError(f'a model of {n_params:,} parameters fits on no machine; give a smaller --hidden, '
+                         '--layers or --vocab-size')
+
+def check_backend(
+    backend:str,   # of `--backend`
+    device:str,    # type of the run's device
+):
+    "Raise a `ValueError` where the kernels of a backend cannot run"
+    if 'triton' in backend and device != 'cuda' and os.environ.get('TRITON_INTERPRET') != '1':
+        raise ValueError(f'--backend {backend} needs a GPU, and this run is on {device}; give --backend auto')
 
 # %% ../../nbs/commands/00_shell.ipynb #39475ce8
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from typer import Option
 from .shell import (
     BatchSize, Boards, Clip, Device, Fields, KeepCheckpoints, MemoryLimit, Quiet, Resume, SaveEvery, Seed,
     Segments, Threads, UseQAT, WeightBits, bits_of, check_bytes, check_options, check_threads, clip_of,
-    course_of, ending, given, goal_of, open_run, option, options_of, pick_device, quant_of, refusing,
-    said_of_bits, say, start_from, train, with_fields)
+    check_backend, check_size, course_of, ending, given, goal_of, open_run, option, options_of,
+    pick_device, quant_of, refusing, said_of_bits, say, start_from, train, with_fields)
 
 # %% ../../nbs/commands/01_train_lm.ipynb #7acce309
 SPEC = Fields('gruckpt.charlm.model:GRUSpec', dict(
@@ -155,6 +155,7 @@ def _model(
     from gruckpt.engine.recurrent import use_backend
     from gruckpt.quant.prepare import prepare_qat
     from gruckpt.training.optimizer_step import PRECISIONS
+    check_backend(config.backend, o.device.type)
     start_from(o.seed, o.threads)
     model = GRULM(spec).to(device=o.device, dtype=PRECISIONS[config.precision].weights)
     use_backend(model, config.backend)
@@ -164,6 +165,7 @@ def _model(
 def _facts(o:SimpleNamespace, vocab_size:int) -> tuple:
     "The dataclasses that the options fill: model, training, share of truth, drawing"
     spec = SPEC.make(o, vocab_size=vocab_size)
+    check_size(spec.n_params)
     return spec, CONFIG.make(o, clip=clip_of(o.clip, spec.n_params)), _decay(o), DRAWN.make(o)
 
 # %% ../../nbs/commands/01_train_lm.ipynb #2250300d

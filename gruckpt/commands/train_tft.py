@@ -19,9 +19,9 @@ from typer import Option
 
 from .shell import (
     BatchSize, Boards, Clip, Device, Fields, KeepCheckpoints, MemoryLimit, Quiet, Resume, SaveEvery, Seed,
-    Threads, UseQAT, WeightBits, bits_of, check_bytes, check_options, check_threads, clip_of, course_of,
-    ending, given, goal_of, open_run, option, options_of, pick_device, print_answer, quant_of, refusing,
-    said_of_bits, say, tell, train, with_fields)
+    Threads, UseQAT, WeightBits, bits_of, check_backend, check_bytes, check_options, check_threads,
+    clip_of, course_of, ending, given, goal_of, open_run, option, options_of,
+    pick_device, print_answer, quant_of, refusing, said_of_bits, say, tell, train, with_fields)
 
 # %% ../../nbs/commands/02_train_tft.ipynb #290d7a57
 _ROLES = ('ids', 'static', 'observed', 'known', 'categorical', 'ignore')
@@ -305,6 +305,7 @@ def _run(ctx:typer.Context, world, device):
             found = open_run(out, ctx.params['resume'])
             o = _options(ctx, found)
             o.out, o.world, o.device = out, world, device
+            check_backend(o.backend, device.type)
         trainer, series, lines = _trainer(o, found)
         save_every = len(trainer.stream) if o.save_every is None else o.save_every
         records = session(trainer, out, save_every, o.keep_checkpoints, tensorboard=o.tensorboard)

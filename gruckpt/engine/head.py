@@ -33,20 +33,25 @@ def _shifted(
 def _nats_in_place(
     z_NV:torch.Tensor,         # shifted logits; their exponentials afterwards
     targets_N:torch.Tensor,
+    out_N:torch.Tensor|None=None,  # rows that do not count; None: all count
 ) -> tuple:                    # (loss summed over rows, sums of the exponentials N x 1)
     "The loss of some rows"
     picked_N1 = z_NV.gather(1, targets_N[:, None])
     total_N1 = z_NV.exp_().sum(-1, keepdim=True)
-    return (total_N1.log() - picked_N1).sum(), total_N1
+    nats_N1 = total_N1.log() - picked_N1
+    if out_N is not None: nats_N1.masked_fill_(out_N[:, None], 0)
+    return nats_N1.sum(), total_N1
 
 def _at_logits(
     exp_NV:torch.Tensor,       # exponentials; the gradient afterwards
     total_N1:torch.Tensor,     # their sums
     targets_N:torch.Tensor,
+    out_N:torch.Tensor|None=None,  # rows that do not count; None: all count
 ) -> torch.Tensor:
     "The gradient of the summed loss at the logits, in place"
     less_N1 = total_N1.new_full((1, 1), -1).expand_as(total_N1)
-    return exp_NV.div_(total_N1).scatter_add_(1, targets_N[:, None], less_N1)
+    exp_NV.div_(total_N1).scatter_add_(1, targets_N[:, None], less_N1)
+    return exp_NV if out_N is None else exp_NV.masked_fill_(out_N[:, None], 0)
 
 # %% ../../nbs/engine/07_head.ipynb #1d65aa00
 LOGITS = {'cpu': 2**18, 'cuda': 2**21}    # that exist at once, if that is no fewer than 128 rows
@@ -62,25 +67,27 @@ def _chunks(N:int, V:int, device:str) -> list:
     n = rows_at_once(V, device)
     return [(a, min(a + n, N)) for a in range(0, N, n)]
 
-def _forward(x_ND, targets_N, w:CellWeights, kept_NV) -> torch.Tensor:
+def _of(out_N, a:int, b:int): return None if out_N is None else out_N[a:b]
+
+def _forward(x_ND, targets_N, out_N, w:CellWeights, kept_NV) -> torch.Tensor:
     "The summed loss; with `kept_NV` the gradient at the logits is written there"
     loss = x_ND.new_zeros((), dtype=_wide(x_ND))
     for a, b in _chunks(len(x_ND), len(w.w_i), x_ND.device.type):
         z = _shifted(x_ND[a:b], w)
-        part, total = _nats_in_place(z, targets_N[a:b])
+        part, total = _nats_in_place(z, targets_N[a:b], _of(out_N, a, b))
         loss += part
-        if kept_NV is not None: kept_NV[a:b] = _at_logits(z, total, targets_N[a:b])
+        if kept_NV is not None: kept_NV[a:b] = _at_logits(z, total, targets_N[a:b], _of(out_N, a, b))
         del z, part, total
     return loss
 
 # %% ../../nbs/engine/07_head.ipynb #63fe6592
-def _backward(x_ND, targets_N, w:CellWeights, kept_NV, g:torch.Tensor, sums:CellWeights, dx_ND):
+def _backward(x_ND, targets_N, out_N, w:CellWeights, kept_NV, g, sums:CellWeights, dx_ND):
     "Add to the sums, and write `dx_ND`; `g` is the gradient at the loss"
     for a, b in _chunks(len(x_ND), len(w.w_i), x_ND.device.type):
         if kept_NV is not None: d = kept_NV[a:b] * g
         else:
             d = _shifted(x_ND[a:b], w).exp_()
-            d = _at_logits(d, d.sum(-1, keepdim=True), targets_N[a:b]).mul_(g)
+            d = _at_logits(d, d.sum(-1, keepdim=True), targets_N[a:b], _of(out_N, a, b)).mul_(g)
         d = d.to(x_ND.dtype)
         add_product(sums.w_i, d, x_ND[a:b])
         add_row_sums(d, (sums.b_i, slice(None)))
@@ -90,26 +97,27 @@ def _backward(x_ND, targets_N, w:CellWeights, kept_NV, g:torch.Tensor, sums:Cell
 class _HeadLoss(torch.autograd.Function):
     "Head and summed cross-entropy"
     @staticmethod
-    def forward(ctx, x_ND, targets_N, keep, weight, bias):
+    def forward(ctx, x_ND, targets_N, out_N, keep, weight, bias):
         ctx.sink, dtype, N = grad_sink(), x_ND.dtype, len(x_ND)
         again = ctx.sink is not None and ctx.sink.again
         kept_NV = x_ND.new_empty(N, len(weight), dtype=_wide(x_ND)) if keep == 'gates' else None
         ctx.slots = weight_slots(ctx.sink, (weight, bias))
         w = _in(dtype, weight, bias, ctx.slots)
-        ctx.save_for_backward(x_ND, targets_N, weight, bias, kept_NV)
+        ctx.save_for_backward(x_ND, targets_N, out_N, weight, bias, kept_NV)
         if again and keep == 'hidden': return x_ND.new_zeros((), dtype=_wide(x_ND))      # nobody looks
-        with torch.autocast(x_ND.device.type, enabled=False): return _forward(x_ND, targets_N, w, kept_NV)
+        with torch.autocast(x_ND.device.type, enabled=False): 
+            return _forward(x_ND, targets_N, out_N, w, kept_NV)
 
     @staticmethod
     def backward(ctx, g):
         refuse_second_backward(g)
-        x_ND, targets_N, weight, bias, kept_NV = ctx.saved_tensors
+        x_ND, targets_N, out_N, weight, bias, kept_NV = ctx.saved_tensors
         sums = gradient_sums(ctx, (weight, bias))
         dx_ND = None
         if ctx.needs_input_grad[0]: dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format)
         w = _in(x_ND.dtype, weight, bias, ctx.slots)
-        _backward(x_ND, targets_N, w, kept_NV, g, CellWeights(sums[0], None, sums[1]), dx_ND)
-        return dx_ND, None, None, *own_gradients(ctx, sums, (weight, bias))
+        _backward(x_ND, targets_N, out_N, w, kept_NV, g, CellWeights(sums[0], None, sums[1]), dx_ND)
+        return dx_ND, None, None, None, *own_gradients(ctx, sums, (weight, bias))
 
     @staticmethod
     def jvp(ctx, *tangents): raise RuntimeError(NO_FORWARD_MODE.format('head_loss'))
@@ -125,6 +133,7 @@ def head_loss(
     weight:torch.Tensor,       # V x D
     bias:torch.Tensor|None,    # V; None: the map has none
     keep:str='hidden',         # 'hidden' makes the logits again on the way back, 'gates' keeps their gradient
+    ignore_index:int|None=None,# rows with this target add nothing, as in `cross_entropy`; None: all count
 ) -> torch.Tensor:             # number, float32 or float64
     "Cross-entropy of a linear map's logits, summed over rows; they are computed in the type of `x_ND`"
     if x_ND.dim() != 2 or targets_N.shape != x_ND.shape[:1]:
@@ -132,9 +141,13 @@ def head_loss(
                          f'{tuple(x_ND.shape)} and {tuple(targets_N.shape)}; flatten batch and time first')
     if is_plain():
         logits_NV = F.linear(x_ND, cast_weight(weight, x_ND.dtype), cast_weight(bias, x_ND.dtype))
-        return F.cross_entropy(logits_NV.to(_wide(x_ND)), targets_N, reduction='sum')
+        skipped = {} if ignore_index is None else {'ignore_index': ignore_index}
+        return F.cross_entropy(logits_NV.to(_wide(x_ND)), targets_N, reduction='sum', **skipped)
     refuse_transforms('head_loss')
-    return _HeadLoss.apply(x_ND, targets_N, keep if torch.is_grad_enabled() else 'hidden', weight, bias)
+    out_N = None if ignore_index is None else targets_N == ignore_index
+    if out_N is not None: targets_N = targets_N.masked_fill(out_N, 0)
+    keep = keep if torch.is_grad_enabled() else 'hidden'
+    return _HeadLoss.apply(x_ND, targets_N, out_N, keep, weight, bias)
 
 # %% ../../nbs/engine/07_head.ipynb #375b992b
 @dataclass(frozen=True)

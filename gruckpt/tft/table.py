@@ -258,7 +258,9 @@ def _reading(path:Path):
         raise ValueError(f'{str(path)!r} must end in .parquet or .csv')
     try: yield path.suffix.lower() == '.csv'
     except OSError as e: raise ValueError(f'cannot read {str(path)!r}: {e.strerror or e}') from e
-    except pa.ArrowException as e: raise ValueError(f'cannot read {str(path)!r}: {e}') from e
+    except pa.ArrowException as e:
+        hint = '; a CSV is UTF-8, with commas between its columns' if path.suffix.lower() == '.csv' else ''
+        raise ValueError(f'cannot read {str(path)!r}: {e}{hint}') from e
 
 
 def _check_columns(names, spec:SeriesSpec):

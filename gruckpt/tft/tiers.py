@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..plan.budget import RATES, DoesNotFit, Ledger, smaller_batch, limit_bytes, estimate
+from ..plan.budget import RATES, DoesNotFit, Ledger, smaller_batch, limit_and_step, estimate
 from ..engine.cells import LSTMCell
 from ..plan.segment import Work, constants_of, default_chunk_len
 from ..measure.meter import human, nbytes
@@ -829,7 +829,7 @@ def fit_tier(
     **how,             # optimizer, precision, device, ... as for `gruckpt.plan.budget.estimate`
 ) -> Tier:
     "The tier of least extra work whose training step fits; or `TierDoesNotFit`"
-    limit = limit_bytes(limit, **how)
+    limit, how = limit_and_step(limit, **how)
     _refuse_scores(spec, batch, limit)
     if (tier := _fitting(spec, batch, limit, **how)) is not None: return tier
     ledger = tier_ledger(spec, batch, smallest := _smallest(spec, batch, **how), **how)
@@ -891,7 +891,7 @@ def largest_batch(
     **how,             # as for `gruckpt.plan.budget.estimate`
 ) -> int:              # b such that b fits and nothing above it does; 0 if not even 1 does
     "The largest batch that fits, also where bytes fall as the batch grows by one, since a group gets shorter"
-    limit = limit_bytes(limit, **how)
+    limit, how = limit_and_step(limit, **how)
     with constants_of(how.get('device', 'cpu')): return _largest_of(spec, tier, limit, most, **how)
 
 def _largest_of(spec:TFTSpec, tier:Tier, limit:int, most:int, **how) -> int:
