@@ -106,11 +106,11 @@ def _check_spec(
 
 # %% ../../nbs/tft/05_model.ipynb #f295400d
 class _Line(nn.Module):
-    "Embedding of continuous columns: a vector and a bias each, which begin as an `nn.Linear(1, width)` does"
+    "Embedding of continuous columns: a vector and a bias each"
     def __init__(self, n:int, width:int, **factory):
         super().__init__()
-        def begin(): return nn.Parameter(torch.empty(n, width, **factory).uniform_(-1, 1))
-        self.vectors, self.bias = begin(), begin()
+        self.vectors = nn.Parameter(torch.randn(n, width, **factory))
+        self.bias = nn.Parameter(torch.zeros(n, width, **factory))
 
 class _Lookup(nn.ModuleList):
     "Embeddings of categories; row 0, the unknown, begins at zero"
