@@ -165,15 +165,16 @@ _MISSING = pa.array([*pacsv.ConvertOptions().null_values, '<NA>', 'None', 'NaT']
 _BOOLEANS = pa.array(['true', 'false'])
 
 
-def _csv_names(path:Path) -> list[str]:
-    "Of the columns; one without a name is called as pandas calls it"
-    with open(path, 'rb') as f: names = pacsv.open_csv(f).schema.names
-    return [c or f'Unnamed: {i}' for i, c in enumerate(names)]
+def _csv_names(path:Path) -> tuple:
+    "(names of the columns, rows up to them and with them); one without a name is called as pandas calls it"
+    with open(path, 'rb') as f:
+        rows, head = next(((i, line) for i, line in enumerate(f, 1) if line.strip()), (1, b''))
+    found = pacsv.read_csv(pa.BufferReader(head), pacsv.ReadOptions(use_threads=False)).schema.names
+    return [c or f'Unnamed: {i}' for i, c in enumerate(found)], rows
 
-
-def _csv_texts(path:Path, names:list[str], columns) -> pa.Table:
+def _csv_texts(path:Path, names:list[str], rows:int, columns) -> pa.Table:
     "Columns of a CSV as text; an empty field is missing"
-    read = pacsv.ReadOptions(column_names=names, skip_rows_after_names=1)
+    read = pacsv.ReadOptions(column_names=names, skip_rows_after_names=rows)
     options = pacsv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), null_values=[''],
                                    include_columns=list(columns), strings_can_be_null=True)
     return pacsv.read_csv(path, read_options=read, convert_options=options)
@@ -258,7 +259,7 @@ def _reading(path:Path):
         raise ValueError(f'{str(path)!r} must end in .parquet or .csv')
     try: yield path.suffix.lower() == '.csv'
     except OSError as e: raise ValueError(f'cannot read {str(path)!r}: {e.strerror or e}') from e
-    except pa.ArrowException as e:
+    except (pa.ArrowException, UnicodeDecodeError) as e:
         hint = '; a CSV is UTF-8, with commas between its columns' if path.suffix.lower() == '.csv' else ''
         raise ValueError(f'cannot read {str(path)!r}: {e}{hint}') from e
 
@@ -275,9 +276,9 @@ def _check_columns(names, spec:SeriesSpec):
 # %% ../../nbs/tft/00_table.ipynb #30dcc56c
 def _from_csv(path:Path, spec:SeriesSpec) -> pa.Table:
     "The needed columns of a CSV: numbers as such, names as they are written"
-    names = _csv_names(path)
+    names, rows = _csv_names(path)
     _check_columns(names, spec)
-    texts, out = _csv_texts(path, names, spec.columns), {}
+    texts, out = _csv_texts(path, names, rows, spec.columns), {}
     for c in spec.columns:
         typed, there = _typed(texts[c])
         if pa.types.is_boolean(typed.type): out[c] = typed
@@ -322,8 +323,8 @@ def column_kinds(
     if not path.is_file(): raise ValueError(f'cannot read {str(path)!r}: there is no such file')
     with _reading(path) as csv:
         if csv:
-            names = _csv_names(path)
-            texts = _csv_texts(path, names, dict.fromkeys(names))
+            names, rows = _csv_names(path)
+            texts = _csv_texts(path, names, rows, dict.fromkeys(names))
             return {c: _kind_of(_typed(texts[c])[0]) for c in texts.column_names}
         schema = pq.read_schema(path)
         return {f.name: _kind_of(pq.read_table(path, columns=[f.name])[f.name] if _is_text(f.type)
