@@ -526,7 +526,7 @@ def _caps(lens:np.ndarray, sums:np.ndarray, n_steps:int) -> list:
     more, sums = sums[..., -1] - sums[..., -2], sums[..., :-1]
     slope = sums[..., -1] - sums[..., -2] if len(lens) > 1 else more*0
     rows = np.concatenate([sums, more[..., None], slope[..., None]], -1).swapaxes(0, 1)
-    below = (rows[:, :, None] <= rows[:, None]).all(-1)     # never fuller than another
+    below = np.stack([(r[:, None] <= r).all(-1) for r in rows])      # never fuller than another
     later = np.tri(len(more), k=-1, dtype=bool)             # of equals the first one stays
     left = ~(below & (~below.swapaxes(1, 2) | later)).any(-1)
     found = [_Caps([], n_steps) for _ in rows]
