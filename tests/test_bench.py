@@ -43,3 +43,18 @@ def test_plans_are_set_beside_their_count(tmp_path, capsys):
     assert 'rank correlation' in shown and all(plan in shown for plan in table.plan)
     alike = table.assign(measured_ratio=table.predicted_ratio)
     assert agreement(alike)['rank correlation'] == pytest.approx(1)
+
+
+def test_rounding_is_set_beside_float(tmp_path, capsys):
+    hours = pd.date_range('2024-01-01', periods=400, freq='h')
+    pd.DataFrame({'time': hours, 'load': hours.hour % 7, 'day': hours.day}).to_parquet(tmp_path/'t.parquet')
+    (tmp_path/'t.txt').write_text('to be or not to be, that is the question. ' * 90)
+    few = '--early 2 --late 1 --hidden 4 --batch-size 2 --seeds 2'.split()
+    both = ['--text', tmp_path/'t.txt', '--parquet-file', tmp_path/'t.parquet', '--target', 'load']
+    assert not main(['bench', 'quant', *map(str, both), *few, '--out', str(tmp_path)])
+    shown, table = capsys.readouterr().out, pd.read_csv(tmp_path/'bench_quant.csv')
+    assert table.data.tolist() == ['t.txt'] * 4 + ['t.parquet'] * 4
+    assert table.bits.tolist() == [8, 4] * 4 and table.seed.tolist() == [0, 0, 1, 1] * 2
+    assert 'changes in percent' in shown and set(table.steps) == {3}
+    assert (table.groupby(['data', 'seed']).float32.nunique() == 1).all()
+    assert main(['bench', 'quant', *few]) == 2 and 'give --text' in capsys.readouterr().err

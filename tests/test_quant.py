@@ -22,9 +22,9 @@ from gruckpt.commands.cli import main
 from gruckpt.engine.recurrent import GRU, LSTM, Recurrent
 from gruckpt.engine.scan import plain
 from gruckpt.plan.segment import Plan
-from gruckpt.quant.fake_quant import FakeQuant, refresh
-from gruckpt.quant.integers import to_integers
-from gruckpt.quant.prepare import after_step, calibrate, prepare_qat, set_mode
+from gruckpt.quant.fake_quant import FakeQuant, refresh, scales_of
+from gruckpt.quant.integers import float_bytes, load_integers, save_integers, to_integers
+from gruckpt.quant.prepare import after_step, calibrate, prepare_qat, ready, set_mode
 from gruckpt.tft.forecaster import Forecaster
 from gruckpt.tft.model import TFT, TFTSpec, Tier
 from gruckpt.tft.tiers import empty_batch
@@ -273,6 +273,23 @@ def test_Q06_integers_say_what_the_prepared_model_said(name, bits):
     assert not [n for n, p in model.named_parameters() if p.requires_grad]
 
 
+def large_tft(): return TFT(TFTSpec(static=5, observed=10, known=5, hidden=64))
+
+
+@pytest.mark.parametrize('kind, make', [
+    ('spec', lambda: GRULM(GRUSpec(84, 256, 3, norm='state', reset='before'))), ('tft', large_tft)])
+def test_a_file_of_integers_takes_at_most_three_tenths(kind, make, tmp_path):
+    torch.manual_seed(0)
+    model = make()
+    floats = float_bytes(model)
+    ready(model)
+    to_integers(model)
+    about = {kind: model.spec.to_dict(), 'quant': {'weight_bits': 8}}
+    assert save_integers(model, about, tmp_path/'int8.pt') <= .3 * floats
+    again, found = load_integers(tmp_path/'int8.pt')
+    assert found == about and all(again.state_dict()[n].equal(t) for n, t in model.state_dict().items())
+
+
 def test_Q07_under_autocast_ranges_stay_float32():
     torch.manual_seed(0)
     model = GRULM(GRUSpec(12, 8, 2))
@@ -284,6 +301,8 @@ def test_Q07_under_autocast_ranges_stay_float32():
     assert {b.dtype for b in model.buffers()} == {torch.float32, torch.int64} and loss.isfinite()
     found = model.to(torch.bfloat16).rnn.incoming[1]
     assert found.bounds.dtype == torch.float32 and found.grid is not None
+    scale, *_ = scales_of(model.rnn._parameters['weight_hh_l0'])         # of a weight that is bfloat16 itself
+    assert scale.dtype == torch.float32
 
 
 # ---- a run ----

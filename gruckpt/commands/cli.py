@@ -551,6 +551,43 @@ def _bench_plans_command(
         for name, value in agreement(table).items(): print_answer(f'{name:<17}{value:.3f}')
         print_answer('files  ', *save_plans(table, out))
 
+# %% ../../nbs/commands/03_cli.ipynb #14e12720
+@bench_app.command('quant')
+def _bench_quant_command(
+    out:Annotated[Path, Option(help='folder for bench_quant.csv')] = Path('bench'),
+    text:Annotated[Path|None, Option(help='a text for a language model')] = None,
+    parquet_file:Annotated[Path|None, Option(help='a table for a TFT')] = None,
+    target:Annotated[str, Option(help='column of the table to forecast')] = '',
+    early:Annotated[int|None, Option(help='steps in float; default: 450 of a text, 300 of a table')] = None,
+    late:Annotated[int|None, Option(help='steps after that, float and rounding; default: 150')] = None,
+    hidden:Annotated[int|None, Option(help='width; default: 128 of a text, 32 of a table')] = None,
+    batch_size:Annotated[int|None, Option(help='rows; default: 16 of a text, 32 of a table')] = None,
+    seeds:Annotated[int, Option(help='of weights and order: 0, 1, ...')] = 3,
+    threads:Threads = 1,          # as in every command
+):
+    "Losses of a model calibrated and trained with rounding, in 8 and 4 bits, beside float."
+    with ending(), refusing():
+        from gruckpt.bench.quant import bench_quant, spread
+        from gruckpt.training.checkpoint_files import write_whole
+        _check_bench(out, threads)
+        sizes = dict(early=early, late=late, hidden=hidden, batch=batch_size)
+        table = bench_quant(_tasks(text, parquet_file, target, sizes), seeds=seeds, threads=threads)
+        print_answer(table.drop(columns=['unit', 'steps']).round(4).to_string(index=False))
+        print_answer(f'changes in percent:\n{spread(table).round(3)}')
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out/'bench_quant.csv', lambda f: f.write(table.to_csv(index=False).encode()))
+        print_answer('files  ', out/'bench_quant.csv')
+
+def _tasks(text:Path|None, table:Path|None, target:str, sizes:dict) -> list:
+    "What `bench quant` trains; ValueError where there is nothing"
+    from gruckpt.bench.quant import table_task, text_task
+    from gruckpt.charlm.text import read_text
+    if text is None and table is None: raise ValueError('give --text, or --parquet-file and --target')
+    if (table is None) != (not target): raise ValueError('--parquet-file and --target go together')
+    given = {k: n for k, n in sizes.items() if n is not None}
+    tasks = [] if text is None else [text_task(read_text(text), **given, data=text.name)]
+    return tasks if table is None else [*tasks, table_task(table, target, **given, data=table.name)]
+
 # %% ../../nbs/commands/03_cli.ipynb #f64516c5
 @app.command('report')
 def _report_command(
