@@ -12,18 +12,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from gruckpt.charlm import model as charlm
 from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.charlm.text import Batch, TokenStream
 from gruckpt.commands.cli import main
 from gruckpt.engine import graph
 from gruckpt.engine.cells import GRUCell, LSTMCell
 from gruckpt.engine.convert import convert
+from gruckpt.engine.layer import MASKS
 from gruckpt.engine.layer_bytes import LayerBytes, back_of_op
 from gruckpt.engine.recurrent import GRU, LSTM, Recurrent, layers_of
 from gruckpt.engine.scan import plain
-from gruckpt.measure.meter import Meter
+from gruckpt.measure.meter import Launches, Meter
 from gruckpt.measure.shadow import NotFollowed, shadow, without_onednn
-from gruckpt.plan.budget import estimate, fit
+from gruckpt.plan.budget import estimate, fit, seconds_of
 from gruckpt.plan.segment import Plan
 from gruckpt.training.config import TrainConfig
 from gruckpt.training.trainer import Trainer
@@ -352,6 +354,89 @@ def test_a_language_model_by_other_backends_is_counted_to_the_byte(backend, monk
         measured = {phase: n + graph.idle_bytes() for phase, n in meter.phases.items()}
         assert measured == {phase: counted[phase] for phase in measured}, (options, precision, B, T, K, keep)
     graph.release_buffers()
+
+
+# launches: what a plan is said to do, and what is done
+
+class Launched(Launches):
+    "A replay is one launch, and what the stand-in does inside is none; a seed is a processor's own number"
+    inside = False
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.inside or 'randint' in func.name(): return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    "`launched(run)`: launches. No kernel of Triton runs, one draws masks; ids are not looked at, as on a GPU"
+    replay, active = graph.Checked.__call__, []
+    def once(self, run, static):
+        for mode in active: mode.names['replay'], mode.inside = mode.names['replay'] + 1, True
+        try: return replay(self, run, static)
+        finally:
+            for mode in active: mode.inside = False
+    kernels = importlib.import_module('gruckpt.engine.triton')
+    monkeypatch.setattr(kernels, '_launch', lambda *args, **constants: None)
+    monkeypatch.setattr(kernels, '_need', lambda device: None)
+    monkeypatch.setattr(graph.Checked, '__call__', once)
+    monkeypatch.setattr(graph.Buffers, 'poison', lambda self, *tensors: None)
+    monkeypatch.setattr(charlm, '_check_ids', lambda *args: None)
+    monkeypatch.setitem(MASKS, 'cpu', lambda mask, t, out: out.fill_(1))
+    def count(run) -> int:
+        with Launched() as mode:
+            active.append(mode)
+            run()
+            active.remove(mode)
+        return mode.n
+    yield count
+    graph.release_buffers()
+
+
+def plans_of(L:int) -> list:
+    h, g = ('hidden',)*L, ('gates',)*L
+    return [Plan(20, 20), Plan(20, 20, 'gates'), Plan(20, 7), Plan(20, 7, 'gates'),
+            Plan.of(16, 9, 5, 10, keep_last='gates'), Plan.of(4, 3, 10, keep='gates', keep_last='hidden'),
+            Plan.of(5, 9, 10, keep=('gates', *h), keep_last=(*h, 'gates')), Plan(20, 10, (*g, 'hidden'))]
+
+
+@pytest.mark.parametrize('backend', ['eager', 'torch', 'triton', 'graph', 'graph+triton'])
+@pytest.mark.parametrize('options', [
+    {'n_layers': 1}, {'n_layers': 3}, {'norm': 'output'}, {'dropout': .1}, {'norm': 'output', 'dropout': .1},
+    {'norm': 'state'}, {'reset': 'before'}, {'norm': 'state', 'reset': 'before'}, {'tied': True}], ids=str)
+def test_launches_are_counted_as_they_are_made(backend, options, launched):
+    "Every kernel of the two passes, of segments longer than a step whose logits fit at once"
+    spec = GRUSpec(9, **{'hidden': 8, 'n_layers': 2} | options)
+    if backend == 'torch' and spec.norm == 'state' or backend == 'torch' and spec.reset == 'before': return
+    for B, plan in itertools.product((64, 3), plans_of(spec.n_layers)):
+        model = GRULM(spec)
+        model.rnn.backend, state = backend, model.init_state(B)
+        batch = Batch(*torch.zeros(2, B, plan.n_steps).long(), fresh=False)
+        saw = launched(lambda: model.loss(batch, state, plan=plan)[0].backward())     # noqa: B023
+        assert saw == spec.work(B, plan, backend=backend).launches, (B, plan)
+
+
+def test_launches_of_v3a_are_those_counted():
+    """Of 512 steps in 16 segments and chunks of 64, as test_graph asserts them: there 8 look at ids and one
+    makes a state, and of a single row the targets of a segment, 31 in the two passes, need no copy"""
+    spec, plan, other = GRUSpec(9, 4, 3, norm='state', reset='before'), Plan(512, 32), 31 - 9
+    found = {b: spec.work(1, plan, backend=b).launches for b in ('eager', 'triton', 'graph+triton')}
+    assert found == {'eager': 58_326 + other, 'triton': 19_797 + other, 'graph+triton': 2_148 + other}
+    assert spec.work(128, plan, device='cuda', backend='graph+triton').launches == 2_148 + other
+
+
+@pytest.mark.parametrize('backend', ['eager', 'triton', 'graph', 'graph+triton'])
+def test_a_plan_is_the_fastest_by_the_work_of_its_backend(backend):
+    spec, how = GRUSpec(30, 16, 1), dict(backend=backend)
+    cuts = [lens for k in range(1, 6) for lens in itertools.product(range(1, 6), repeat=k) if sum(lens) == 5]
+    words = [*itertools.product(('hidden', 'gates'), repeat=2)]
+    plans = [Plan.of(*lens, keep=a, keep_last=b) for lens in cuts for a in words for b in words]
+    size = [int(estimate(spec, 300, p, **how).total) for p in plans]
+    cost = [seconds_of(spec, 300, p, **how) for p in plans]
+    for limit in sorted({*size})[::9]:
+        found = seconds_of(spec, 300, fit(spec, 300, 5, limit, **how), **how)
+        if backend in ('eager', 'triton'):
+            assert found <= min(c for c, n in zip(cost, size) if n <= limit)*(1 + 1e-12)
+        assert estimate(spec, 300, fit(spec, 300, 5, limit, **how), **how).total <= limit
 
 
 # a run by any backend

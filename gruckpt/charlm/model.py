@@ -67,7 +67,7 @@ class GRUSpec:
     @property
     def sizes(self) -> tuple: "Numbers in each parameter, in order"; return sum(parts_of(self).values(), ())
     def moments(self, *args, **kw) -> dict: "Bytes, see `moments_of`"; return moments_of(self, *args, **kw)
-    def work(self, *args) -> Work: "Done in a step, see `work_of`"; return work_of(self, *args)
+    def work(self, *args, **kw) -> Work: "Done in a step, see `work_of`"; return work_of(self, *args, **kw)
     @property
     def named(self) -> Cell: "What its cell's name stands for now"; return cell_of(self)
     def rhythm(self, *args) -> tuple: "Of bytes by length, see `rhythm`"; return rhythm(self, *args)

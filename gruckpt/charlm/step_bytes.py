@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
-from ..engine.cells import CELLS, Cell, make_cell
+from ..engine.cells import CELLS, Cell, Count, backend_for, make_cell
 from ..engine.head import HeadBytes, rows_at_once
 from ..engine.layer import mask_launches, mask_scratch
 from ..engine.layer_bytes import LayerBytes, norm_back_scratch, norm_scratch
@@ -500,19 +501,24 @@ def _matrices(cell, n_in:int, width:int) -> tuple:
     shapes = cell.shapes(n_in, width)
     return tuple(prod(shapes.get(name, (0,))) for name in ('weight_ih', 'weight_hh'))
 
+def _counts(o:LayerBytes) -> dict:
+    "Kernels of its operations, as they are run"
+    return (backend_for(o.cell, o.device, o.backend).counts or type(o.cell).counts)(o.cell)
+
 def _op_work(o:LayerBytes, op:str, n:int, m:int) -> Work:
     "An operation of a layer on n steps in m chunks, a line in both; one with kernels for each step walks"
-    count, sizes = o.cell.counts()[op], _matrices(o.cell, o.n_in, o.width)
-    (of_input, of_state), walks = (2*o.batch*size for size in sizes), count.step > 0
+    count, sizes = _counts(o)[op], _matrices(o.cell, o.n_in, o.width)
+    (of_input, of_state), walks = (2*o.batch*size for size in sizes), o.cell.counts()[op].step > 0
     sums = (op == 'collect')*o.trained * sum(sizes) * max(o.item_w, 4)*2                  # read, written
     flops = {'project': of_input, 'rebuild': of_state, 'advance': of_state, 'reverse': of_state,
              'collect': o.trained*(of_input + of_state) + o.into*of_input}.get(op, 0)
     return Work(steps=walks*n, step_flops=walks*n*flops, flops=(not walks)*n*flops,
                 moved=n*count.rows*o.row + m*sums, launches=n*count.step + m*count.chunk)
 
-def _input_work(o:LayerBytes, n:int, m:int) -> Work:
-    "A chunk's input where it is cast, normed or dropped; a mask is drawn once, in one kernel or many"
-    launches = o.copied + 7*o.x_normed + mask_launches(o.device)*o.dropped
+def _input_work(o:LayerBytes, n:int, m:int, back:bool=False) -> Work:
+    "A chunk's input where it is cast, normed or dropped; on the way `back` the gradient at it, too"
+    launches = (o.item_x != o.item) + 6*o.x_normed + (mask_launches(o.device) + 1)*o.dropped
+    if back: launches += 13*o.x_normed + o.dropped + o.copied
     rows = 2*o.copied + 9*o.x_normed + 6*o.dropped
     return Work(moved=n*rows*o.row, launches=m*launches)
 
@@ -520,13 +526,22 @@ def _input_work(o:LayerBytes, n:int, m:int) -> Work:
 _PASSES = {'there': ('project', 'advance'), 'again': ('project', 'rebuild'),
            'back': ('factors', 'reverse', 'collect')}
 
+class _Way(NamedTuple):
+    "What a pass of a layer does: a step, a chunk, a call"
+    step: Work
+    chunk: Work
+    call: Work
+    def of(self, n, m, count) -> Work: return self.step*n + self.chunk*m + self.call*count
+
 @lru_cache
-def _pass_work(o:LayerBytes, name:str) -> tuple:
-    "(of a step, of a chunk): a layer's way there, its gates made again, its way back"
+def _pass_work(o:LayerBytes, name:str) -> _Way:
+    "A layer's way there, its gates made again, its way back; a call copies states and makes a bias"
     def of(n, m):
-        own = _input_work(o, n, m) * (name != 'again')
+        own = _input_work(o, n, m, name == 'back') * (name != 'again')
         return sum((_op_work(o, op, n, m) for op in _PASSES[name]), own)
-    return of(1, 0), of(0, 1)
+    bias, copied = _counts(o).get('bias', Count(0, 0, 0)).chunk, o.cell.n_states*(1 + (name == 'there'))
+    read = o.lent and not {'weight_hh', 'norm'}.isdisjoint(o.cell.shapes(1, o.width))     # copied in as well
+    return _Way(of(1, 0), of(0, 1), Work(launches=(name != 'again')*(copied + bias + read)))
 
 def _head_work(o:_Counted, n:int, again:bool) -> Work:
     "Rows of the head, in or out of a segment that runs twice; without launches: no plan changes them much"
@@ -536,7 +551,71 @@ def _head_work(o:_Counted, n:int, again:bool) -> Work:
     flops = logits * (n_there + 1 + trained + hidden)
     return Work(flops=flops, moved=N*V*max(o.item, 4) * (8*n_there + kept*4*n_there + hidden*10))
 
-# %% ../../nbs/charlm/02_step_bytes.ipynb #c0de1207
+# %% ../../nbs/charlm/02_step_bytes.ipynb #fd5a49a7
+_OPS = {'cpu': (Count(3, 13, 42), Count(2, 33, 108)), 'cuda': (Count(1, 0, 8), Count(2, 0, 27))}
+
+@lru_cache
+def _op_pass(o:LayerBytes, recorded:bool) -> Work:
+    "A call of torch's op: (a step, a call), without a record, or with one and its way back"
+    count = _OPS['cuda' if o.device == 'cuda' else 'cpu'][recorded]
+    of_input, of_state = (2*o.batch*size for size in _matrices(o.cell, o.n_in, o.width))
+    again = recorded*o.trained
+    step = Work(steps=1 + recorded, step_flops=of_state*(1 + recorded + again),
+                flops=of_input*(1 + again + recorded*o.into), moved=count.rows*o.row, launches=count.step)
+    return step, Work(launches=count.chunk)
+
+@lru_cache
+def _torch_pass(o:LayerBytes, name:str) -> _Way:
+    "A layer's way there where it keeps states; in passing, or recorded and back, where it keeps the record"
+    step, call = _op_pass(o, name == 'recorded')
+    def of(n, m):
+        back = Work(launches=m*(13*o.x_normed + (mask_launches(o.device) + 1)*o.dropped))
+        own = _input_work(o, n, m) + back*(name == 'recorded')
+        return own + Work(launches=m*(o.dropped or o.x_normed))*(name != 'there')
+    step, chunk = step + of(1, 0), of(0, 1)
+    if name == 'there': return _Way(step, chunk + call + Work(launches=o.cell.n_states), Work(launches=1))
+    return _Way(step, chunk, call)
+
+# %% ../../nbs/charlm/02_step_bytes.ipynb #79301cca
+_AROUND = {'only': 35, 'last': 37, 'again': 34}    # kernels of a segment beside its layers
+
+def _around_layers(o:_Counted, m:int, count:int, role:str) -> Work:
+    "Embedding, head and scan, sums of gradients made, and a norm on what the layers put out; its kernels"
+    again, kept, sums = role == 'again', 1*(o.keeps[-1] == 'gates'), bool(o.gain)*o.spec.n_layers
+    tied = o.spec.tied*{'only': 1, 'last': -1, 'again': 0}[role]
+    if not again: sums = sums + sum(_new_sums(layer, keep, role) for layer, keep in zip(o.each, o.keeps))
+    norm = bool(o.gain)*(m*(6*(1 + again) + 13) + count)
+    return Work(launches=count*(_AROUND[role] + kept*(6 if again else -4)) + norm + tied + (not again)*sums)
+
+def _new_sums(o:LayerBytes, keep, role:str):
+    "Sums of a layer's gradients that begin as zeros; in the only segment torch's op makes its own"
+    return len(o.cell.shapes(1, o.width)) * (1 - o.fused*(role == 'only')*(keep == 'gates'))
+
+def _layer_work(o:LayerBytes, keep, n:int, m:int, count:int, role:str, c:int, top:bool) -> Work:
+    "A layer in its segments; the top one is handed a chunk's gates by the second way there"
+    hidden, there, back = 1*(keep == 'hidden'), _pass_work(o, 'there'), _pass_work(o, 'back')
+    again = role == 'again'
+    handed = again and top and not (o.lent or o.fused)
+    steps, chunks = ((m - count)*c, m - count) if handed else (n, m)
+    rebuilt = _pass_work(o, 'again').of(steps, chunks, 0) + Work(chunks=chunks)
+    if o.fused: there = _torch_pass(o, 'there')
+    found = there.of(n, m, count)*(1 + again) + back.of(n, m, count) + Work(chunks=m*(3 + again))
+    if not o.fused: return found + rebuilt*hidden + _copied_gates(o, n, m, again)*(1 - hidden)
+    passing, recorded = _torch_pass(o, 'passing'), _torch_pass(o, 'recorded')
+    record = passing.of(n, m, count)*again + recorded.of(n, m, count)
+    record += Work(chunks=count*(3 + again), launches=count*_into_sums(o, role))
+    return (found + rebuilt)*hidden + record*(1 - hidden)
+
+def _into_sums(o:LayerBytes, role:str) -> int:
+    "Kernels that take what torch's op gives to the sums, where there are some; and to the state before"
+    weights, gain, on_cpu = len(o.cell.shapes(1, o.width)), 2*o.x_normed, o.device != 'cuda'
+    return {'only': 0, 'last': weights + gain + 3*on_cpu, 'again': 2*weights + gain + 5*on_cpu}[role]
+
+def _copied_gates(o:LayerBytes, n:int, m:int, again:bool) -> Work:
+    "Gates that are kept, in and out of static buffers"
+    return Work(moved=n*(4*(1 + again) + 2)*o.cell.n_slots*o.row, launches=2*m*(1 + again)) * o.lent
+
+# %% ../../nbs/charlm/02_step_bytes.ipynb #ce3869ef
 def rhythm(
     spec,          # the model's form
     batch:int,     # rows, B
@@ -548,18 +627,18 @@ def rhythm(
 
 def _n_chunks(n, c:int): return -(-n // c)
 
-def _segments_work(o:_Counted, n:int, m:int, count:int, again:bool) -> Work:
-    "`count` segments, n steps and m chunks in all, that run once or, `again`, twice"
-    c, L, total = rhythm(o.spec, o.batch, o.device)[0], o.spec.n_layers, _head_work(o, n, again)
-    step, chunk = (sum((_pass_work(layer, 'there')[i] * (1 + again) + _pass_work(layer, 'back')[i]
-                        for layer in o.each), Work()) for i in (0, 1))
-    total += step*n + chunk*m + Work(launches=L*count * (8 + 6*again),      # states copied, biases, sums
-                                     chunks=L*m*(3 + again), cuts=count*again)       # a way back is two
-    *below, top = (1*(keep == 'hidden') for keep in o.keeps[:-1])           # the top layer hands over a chunk
-    steps, chunks = (sum(below)*x + top*y for x, y in
-                     (((n, (m - count)*c), (m, m - count)) if again else ((n, n), (m, m))))
-    step, chunk = _pass_work(o.each[0], 'again')                            # the same for all layers
-    return total + step*steps + chunk*chunks + Work(chunks=chunks)
+def _segments_work(o:_Counted, n:int, m:int, count:int, role:str) -> Work:
+    "`count` segments, n steps and m chunks in all: the `'only'`, the `'last'`, or some that run `'again'`"
+    c, again, top = rhythm(o.spec, o.batch, o.device)[0], role == 'again', o.spec.n_layers - 1
+    layers = (_layer_work(layer, keep, n, m, count, role, c, k == top)
+              for k, (layer, keep) in enumerate(zip(o.each, o.keeps)))
+    return sum(layers, _head_work(o, n, again) + _around_layers(o, m, count, role) + Work(cuts=count*again))
+
+def _first_work(o:_Counted, n:int) -> Work:
+    "What the first of several segments does more, as its first pass records, too"
+    by_op = o.n_gates[-1] * o.above.fused * (o.device != 'cuda')
+    return Work(launches=4*(o.keeps[-1] == 'gates') + by_op*(2*n - 3))
+
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #3c5e2758
 def work_of(
@@ -570,13 +649,18 @@ def work_of(
     item:int=4,        # in the arithmetic of the layers
     frozen:tuple=(),   # parts that get no gradient
     device:str='cpu',  # its type
+    backend:str='auto',    # who runs the layers
 ) -> Work:
     "What the layers and the head do in the two passes of a step"
-    o = _Counted(spec, batch, plan, item_w, item, tuple(frozen), device=device)
+    o = _Counted(spec, batch, plan, item_w, item, tuple(frozen), device=device, backend=backend)
     c = rhythm(spec, batch, device)[0]
     if isinstance(plan, Stretch):
-        return _segments_work(o, plan.lens, _n_chunks(plan.lens, c), 1, plan.role != 'last')
+        role = plan.role if plan.role in ('only', 'last') else 'again'
+        return _segments_work(o, plan.lens, _n_chunks(plan.lens, c), 1, role)
     *earlier, last = plan.lens
-    total = _segments_work(replace(o, keep=plan.keep_last), last, _n_chunks(last, c), 1, False)
+    role = 'last' if earlier else 'only'
+    total = _segments_work(replace(o, keep=plan.keep_last), last, _n_chunks(last, c), 1, role)
     if not earlier: return total
-    return total + _segments_work(o, sum(earlier), sum(_n_chunks(n, c) for n in earlier), len(earlier), True)
+    n_chunks = sum(_n_chunks(n, c) for n in earlier)
+    total += _first_work(o, earlier[0])
+    return total + _segments_work(o, sum(earlier), n_chunks, len(earlier), 'again')

@@ -238,7 +238,7 @@ def _seconds_of(o:SimpleNamespace, spec, config):
     from gruckpt.plan.budget import Rates, seconds_of
     if o.device.type == 'cpu' and config.measure_every is None: return None
     how = dict(precision=config.precision, device=o.device.type)
-    rates = Rates.measured(o.batch_size, spec.hidden, **how)
+    rates, how = Rates.measured(o.batch_size, spec.hidden, **how), how | dict(backend=config.backend)
     return lambda plan: config.accumulate * seconds_of(spec, o.batch_size, plan, rates, **how)
 
 # %% ../../nbs/commands/01_train_lm.ipynb #8b47c64c

@@ -80,7 +80,7 @@ class Cell(Protocol):
     @_required
     def shapes(self, n_in, width, bias=True, proj_size=0) -> dict: "Of the parameters, by name, in order"
     @_required
-    def counts(self) -> dict: "A `Count` of every operation"
+    def counts(self) -> dict: "A `Count` of every operation; of `bias` if it runs a kernel"
     @_required
     def scratch(self, o, n_rows) -> Scratch: "Of a layer `o` (n_in, width, batch, item, item_w); rows a chunk"
     @_required
@@ -194,6 +194,7 @@ class Backend(NamedTuple):
     factors : what the walk back multiplies by
     desk : where a pass works, see `Desk`
     held : (layer, steps of a chunk) → bytes of its own buffers after a pass forward, and after one back
+    counts : cell → a `Count` of every operation; None: as the cell says
     """
     name: str
     advance: Callable = lambda cell, *args: cell.advance(*args)
@@ -203,6 +204,7 @@ class Backend(NamedTuple):
     factors: Callable = lambda cell, *args: cell.factors(*args)
     desk: type = Desk
     held: Callable|None = None
+    counts: Callable|None = None
 
 EAGER = Backend('eager')
 BACKENDS = {}    # (form of a cell, type of device) → {name: Backend}, the one that 'auto' takes first
@@ -591,10 +593,12 @@ _FORMS = {
 
 # %% ../../nbs/engine/00_cells.ipynb #cb08f944
 _GRU_COUNTS = {
-    'after': {'project': Count(3, 0, 2), 'advance': Count(0, 5, 14), 'rebuild': Count(4, 0, 10),
-              'factors': Count(12, 0, 34), 'reverse': Count(0, 4, 15), 'collect': Count(9, 0, 4)},
-    'before': {'project': Count(1, 0, 0), 'advance': Count(0, 6, 13), 'rebuild': Count(5, 0, 9),
-               'factors': Count(13, 0, 34), 'reverse': Count(0, 7, 18), 'collect': Count(8, 0, 6)}}
+    'after': {'bias': Count(2, 0, 0), 'project': Count(3, 0, 2), 'advance': Count(0, 5, 14),
+              'rebuild': Count(4, 0, 10), 'factors': Count(12, 0, 34), 'reverse': Count(0, 4, 15),
+              'collect': Count(9, 0, 4)},
+    'before': {'bias': Count(1, 0, 0), 'project': Count(1, 0, 0), 'advance': Count(0, 6, 13),
+               'rebuild': Count(5, 0, 9), 'factors': Count(13, 0, 34), 'reverse': Count(0, 7, 18),
+               'collect': Count(8, 0, 6)}}
 _NORM_COUNTS = {'advance': Count(0, 6, 8), 'factors': Count(6, 0, 9), 'reverse': Count(0, 6, 13),
                 'collect': Count(3, 0, 4)}
 
@@ -770,7 +774,8 @@ def _lstm_reverse(factors, kept, dout, dh, dc, w:CellWeights, order):
         torch.mm(das[t], w.w_h, out=dh)
 
 # %% ../../nbs/engine/00_cells.ipynb #9e833a08
-_LSTM_COUNTS = {'project': Count(1, 0, 0), 'advance': Count(0, 8, 20), 'rebuild': Count(4, 0, 8),
+_LSTM_COUNTS = {'bias': Count(1, 0, 0), 'project': Count(1, 0, 0), 'advance': Count(0, 8, 20),
+                'rebuild': Count(4, 0, 8),
                 'factors': Count(11, 0, 36), 'reverse': Count(0, 6, 20), 'collect': Count(6, 0, 4)}
 
 def _lstm_scratch(o) -> Scratch:

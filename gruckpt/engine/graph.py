@@ -8,7 +8,7 @@ __all__ = ['MOST_LENGTHS', 'MOST_IDLE', 'Proof', 'Checked', 'Captured', 'Shape',
 
 # %% ../../nbs/engine/11_graph.ipynb #172fdc61
 from collections import OrderedDict
-from functools import cache
+from functools import cache, partial
 from math import prod
 from threading import Lock
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .cells import BACKENDS, EAGER, CellWeights, Desk, retrace
+from .cells import BACKENDS, EAGER, CellWeights, Count, Desk, retrace
 from .mingru import SCAN
 from ..measure.meter import flat_tensors
 
@@ -280,6 +280,12 @@ class GraphDesk(Desk):
     def advance(self, gates, prev, new, order): _advance(self, gates, prev, new, order)
     def retrace(self, *args) -> tuple: return _retrace(self, *args)
 
+def _counts(backend, cell) -> dict:
+    "A walk is one replay and a copy on either side of it, whatever its steps; rebuild and factors are inside"
+    own, n = (backend.counts or type(cell).counts)(cell), cell.n_states
+    def inside(op, kernels=0, copied=0): return {op: Count(kernels, 0, own[op].rows + 2*copied)}
+    return own | inside('advance', 3, n) | inside('rebuild') | inside('factors') | inside('reverse', 3, n + 1)
+
 def graph_over(
     name:str,       # of the new backend
     backend,        # a `Backend` whose walks can be recorded
@@ -287,7 +293,7 @@ def graph_over(
     desk:type=GraphDesk,    # where its passes work
 ) -> None:
     "Register a backend that records another one's operations"
-    made = backend._replace(name=name, desk=desk, held=_held)
+    made = backend._replace(name=name, desk=desk, held=_held, counts=partial(_counts, backend))
     for form in forms:
         for device in ('cpu', 'cuda'): BACKENDS.setdefault((form, device), {'eager': EAGER})[name] = made
 

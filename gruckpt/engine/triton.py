@@ -7,11 +7,12 @@ __all__ = ['OPS', 'TritonDesk', 'TritonGraphDesk', 'draw_mask']
 
 # %% ../../nbs/engine/12_triton.ipynb #9387798d
 import os
+from functools import cache
 from types import SimpleNamespace
 
 import torch
 
-from .cells import BACKENDS, EAGER, NORM_EPS, Backend, Desk, as_rows
+from .cells import BACKENDS, EAGER, NORM_EPS, Backend, Count, Desk, as_rows
 from .graph import GraphDesk, graph_over
 from .layer import MASKS
 
@@ -350,6 +351,22 @@ class TritonDesk(Desk):
         _need(self.like.device)
         return super().__enter__()
 
+_COUNTS = {'gru after': {'advance': Count(0, 2, 9), 'rebuild': Count(2, 0, 7), 'factors': Count(1, 0, 10),
+                         'reverse': Count(0, 2, 12)},
+           'gru before': {'advance': Count(0, 4, 11), 'rebuild': Count(4, 0, 9), 'factors': Count(1, 0, 9),
+                          'reverse': Count(0, 4, 14)},
+           'lstm': {'advance': Count(0, 2, 11), 'rebuild': Count(2, 0, 8), 'factors': Count(1, 0, 13),
+                    'reverse': Count(0, 2, 14)}}
+
+@cache
+def _counts(cell) -> dict:
+    "The cell's own, but for what kernels do; they read a row once, keep a normed state, and read it again"
+    form, normed = cell.form.removesuffix(' rms'), cell.form.endswith(' rms')
+    found = cell.counts() | _COUNTS[form]
+    for op, rows in (('factors', 1), ('reverse', 2)) if normed else ():
+        found[op] = found[op]._replace(rows=found[op].rows + rows)
+    return found
+
 # %% ../../nbs/engine/12_triton.ipynb #949e23e8
 class TritonGraphDesk(TritonDesk, GraphDesk):
     "The same with static buffers"
@@ -357,7 +374,7 @@ class TritonGraphDesk(TritonDesk, GraphDesk):
 def _register(name:str, forms:tuple, *operations):
     "A backend of these walks, alone and recorded"
     advance, reverse, rebuild, factors = operations
-    mine = Backend(name, advance, reverse, _scratch, rebuild, factors, TritonDesk)
+    mine = Backend(name, advance, reverse, _scratch, rebuild, factors, TritonDesk, counts=_counts)
     for form in forms:
         for device in ('cpu', 'cuda'): BACKENDS.setdefault((form, device), {'eager': EAGER})[name] = mine
     graph_over(f'graph+{name}', mine, *forms, desk=TritonGraphDesk)

@@ -639,7 +639,7 @@ class _Planner:
     @cached_property
     def timed(self) -> list:
         "The same with seconds in front, in their order"
-        uncut, lines, chunks = self.uncut, self.lines('last'), _ceil(self.n_steps, self.c)
+        uncut, lines, chunks = self.uncut, self.lines('only'), _ceil(self.n_steps, self.c)
         found = [(lines[keep](self.n_steps, chunks), n, keep) for n, keep in uncut]
         return sorted(found, key=lambda o: o[:2])
 
@@ -659,10 +659,12 @@ def seconds_of(
     *, precision:str='float32', # as for `estimate`
     device:str='cpu',           # 'cpu' or 'cuda', whose default rates are taken
     frozen:tuple=(),            # parts that are not trained
+    backend:str='auto',         # who runs the layers
     **_,                  # what `estimate` takes besides; it changes bytes and not the passes
 ) -> float:               # seconds of the two passes of a step
     "What the counted work of a plan takes"
-    return (rates or RATES[device]).seconds(spec.work(batch, plan, *_PRECISIONS[precision], frozen, device))
+    work = spec.work(batch, plan, *_PRECISIONS[precision], frozen, device, backend)
+    return (rates or RATES[device]).seconds(work)
 
 def _beside_of(spec, n_segments:int, device:str='cpu', **_) -> int:
     "Bytes beside tensors"
@@ -689,7 +691,8 @@ def _lines(o:_Planner, role:str) -> dict:
     "What a segment of each choice costs, from its counted work"
     words, at = o.of[role], Stretch(o.n_steps, role, np.array([1, 2, o.c + 1]), 1, _side_by_side(o.of[role]))
     precision, frozen = o.how.get('precision', 'float32'), o.how.get('frozen', ())
-    work = o.spec.work(o.batch, at, *_PRECISIONS[precision], frozen, o.device)
+    backend = o.how.get('backend', 'auto')
+    work = o.spec.work(o.batch, at, *_PRECISIONS[precision], frozen, o.device, backend)
     counts = np.stack([np.broadcast_to(n, (len(words), 3)) for n in astuple(work)])
     one, step = counts[..., 0], counts[..., 1] - counts[..., 0]
     chunk = counts[..., 2] - one - o.c*step
