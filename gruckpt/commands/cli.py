@@ -37,7 +37,7 @@ def _version(asked:bool):
 @app.callback()
 def _top(
     version:Annotated[bool, Option(
-        '--version', callback=_version, is_eager=True, help='as a line')] = False,
+        '--version', callback=_version, is_eager=True, help='print the version and exit')] = False,
 ):
     "Bigger recurrent models on the GPU you have, with the same gradients."
 
@@ -212,7 +212,7 @@ def _quantize_command(
     run:Annotated[Path, typer.Argument(help='folder of a run')],
     out:Annotated[Path|None, Option(help='file to write; default: int8.pt in the folder')] = None,
     parquet_file:Annotated[Path|None, Option(help='rows to calibrate and judge on; default: its own')] = None,
-    text:Annotated[Path|None, Option(help='of a run of train-lm, likewise')] = None,
+    text:Annotated[Path|None, Option(help='text to calibrate and judge on; default: its own')] = None,
     weight_bits:Annotated[int|None, Option(help='of a weight, 4 to 8; default: as trained, or 8')] = None,
     n_batches:Annotated[int, Option('--batches', help='to calibrate on')] = 16,
 ):

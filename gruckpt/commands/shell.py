@@ -303,7 +303,7 @@ MemoryLimit = Annotated[str|None, Option(
     help="bytes such as 6GiB, a card such as 'RTX 3080', or auto: what the device has free")]
 Clip = Annotated[str, Option(help='largest L2 norm of all gradients; auto: by the size; none: never clip')]
 Device = Annotated[str, Option(help='auto, cpu or cuda')]
-Threads = Annotated[int|None, Option(help='of the processor; default: as torch has it')]
+Threads = Annotated[int|None, Option(help='CPU threads; default: what torch takes')]
 Seed = Annotated[int, Option(help='of all random numbers')]
 Quiet = Annotated[bool, Option('--quiet', help='no progress bar, no report')]
 Resume = Annotated[bool, Option('--resume', help='go on with the run in --out')]

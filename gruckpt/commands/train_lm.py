@@ -356,7 +356,7 @@ def train_lm_command(ctx:typer.Context,
     clip:Clip = '1',                             # as in every command
     valid_share:Annotated[float, Option(help='share of the text, from its end, to evaluate on')] = .05,
     free_running:Annotated[bool, Option(help="evaluate with the model's own past, too")] = True,
-    one_epoch_per_session:Annotated[bool, Option('--one-epoch-per-session', help='then exit')] = False,
+    one_epoch_per_session:Annotated[bool, Option('--one-epoch-per-session', help='stop after one')] = False,
     save_every:SaveEvery = 100,                  # as in every command
     keep_checkpoints:KeepCheckpoints = 2,        # as in every command
     seed:Seed = 0,                               # of weights, dropout and windows

@@ -1268,7 +1268,7 @@ def _meets(line:Callable, limit:int, low:int, end:int|None) -> int:
     return _largest(lambda n: line(n) <= limit, low + 1, end)
 
 _START = 8     # size counted first
-_GROWTH = 8    # so many times the largest size counted, unless the line has foretold that one
+_GROWTH = 8    # so many times the largest size counted, unless the line predicted that one
 
 def _next_size(phases:dict, low:int, high:int|None, limit:int, sure:bool) -> int:
     "The size to count next: the largest that should fit, or the first that should not"
@@ -1304,10 +1304,10 @@ def _solve(
             if n > max(phases) and took * n > seconds:
                 return _Solved(_meets(line, limit, low, high - 1 if high else None), phases, line)
         elif phases: n = _next_size(phases, low, high, limit, sure)
-        foretold = line(n) if len(phases) > 1 else None
+        expected = line(n) if len(phases) > 1 else None
         phases[n], spent = count(n)
         peak, took = max(phases[n].values()), spent / n
-        sure = peak == foretold
+        sure = peak == expected
         low, high = (n, high) if peak <= limit else (low, n)
     return _Solved(low, phases)
 
