@@ -261,6 +261,11 @@ def test_next_links_carry_a_reader_through_all_modules():
     assert not bad, bad
 
 
+def test_the_index_leads_to_every_page():
+    text = ''.join(c.source for c in cells('index.ipynb') if c.kind == 'markdown')
+    assert not [n for n in NAMES if n != 'index.ipynb' and f']({n}' not in text]
+
+
 def test_sidebar_lists_every_notebook():
     assert sorted(ORDER) == NAMES, f'sidebar.yml differs from nbs/ in {set(ORDER) ^ set(NAMES) or "repeats"}'
 
