@@ -401,6 +401,11 @@ def test_what_does_not_fit_says_so():
         assert fit(spec, B, T, '1.2GiB', **how)
 
 
+def test_what_fits_looks_at_128_layers_unless_told_more():
+    def deepest(**how): return what_fits(GRUSpec(9, 2, 1), '64MiB', 1, 2, **how).loc['n_layers', 'any cut']
+    assert (deepest(), deepest(most={'n_layers': 130})) == (128, 130)
+
+
 def test_what_fits_grows_with_the_limit():
     spec = GRUSpec(40, 32, 2)
     small, large = (what_fits(spec, n, batch=4, n_steps=32) for n in ('1MiB', '4MiB'))

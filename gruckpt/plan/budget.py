@@ -1004,6 +1004,8 @@ def _sized(spec, batch:int, n_steps:int, name:str, n:int) -> tuple:
     return replace(spec, **{name: n}, **alone), batch, n_steps
 
 # %% ../../nbs/plan/01_budget.ipynb #d9a36f0b
+_DEEPEST = 128    # layers that are looked at unless another number is named: each choice of them is a plan
+
 def _sizes_that_fit(spec, batch:int, n_steps:int, fits:Callable, most:dict, device:str='cpu') -> dict:
     "The largest batch, length, width and depth, each with the others fixed"
     found = {'batch': _largest_batch(lambda n: fits(spec, n, n_steps), most.get('batch'), device),
@@ -1011,7 +1013,7 @@ def _sizes_that_fit(spec, batch:int, n_steps:int, fits:Callable, most:dict, devi
     for name in ('hidden', 'n_layers'):
         if not hasattr(spec, name): continue
         def other(n, name=name): return fits(*_sized(spec, batch, n_steps, name, n))
-        found[name] = _largest(other, 1, most.get(name))
+        found[name] = _largest(other, 1, most.get(name, _DEEPEST if name == 'n_layers' else None))
     return found
 
 def _changes(spec, batch:int, n_steps:int, limit:int, **how) -> dict:
@@ -1099,8 +1101,8 @@ def what_fits(
     **how,           # as for `estimate`
 ):               # a DataFrame: rows batch, steps, hidden, n_layers; a column a family of plans, and `times`
     """The largest batch, length, width and depth, each with the others fixed, for every family of plans;
-    `times` is the time of the largest of any cut over that of the same size uncut, gates kept.
-    Of any `nn.Module`: `what_fits_of_model`"""
+    `times` is the time of the largest of any cut over that of the same size uncut, gates kept. At most 128
+    layers are looked at unless `most` names another number. Of any `nn.Module`: `what_fits_of_model`"""
     import pandas as pd
     _check_spec('what_fits', spec)
     (limit, how), most = limit_and_step(limit, **how), most or {}

@@ -320,7 +320,9 @@ def column_kinds(
     "What each column holds, by the rules of `read_series`; one of nothing, or of anything else, is a name"
     path = table_of(source)
     if not isinstance(path, Path): return _kinds_in_memory(path)
-    if not path.is_file(): raise ValueError(f'cannot read {str(path)!r}: there is no such file')
+    if not path.is_file():
+        what = 'it is a folder' if path.is_dir() else 'there is no such file'
+        raise ValueError(f'cannot read {str(path)!r}: {what}')
     with _reading(path) as csv:
         if csv:
             names, rows = _csv_names(path)
