@@ -5,6 +5,7 @@ not the tensor's (N01), a cast copy handed out for another weight (N02), weights
 They stay broken, whatever becomes of the package, so that what `certify` catches is known.
 """
 import copy
+import re
 
 import pytest
 import torch
@@ -49,6 +50,13 @@ def converted(dtype=torch.float64, seg_len=4, **how):
     return model, original, made((8, 11, 4), dtype, seed=1)
 
 
+def unequal(*models_and_x):
+    "Parameters whose gradients are not the same bits in two models: of zeros these are noise."
+    *models, x = models_and_x
+    a, b = ({n: p.grad for n, p in m.named_parameters()} for m in models if square(m, x).backward() is None)
+    return {n for n in a if not torch.equal(a[n], b[n])}
+
+
 # ---- what is right passes
 
 @pytest.mark.parametrize('seg_len', [None, 4])
@@ -59,7 +67,8 @@ def test_N06_gradients_zero_in_exact_arithmetic(dtype, seg_len, seed):
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2.}.get(dtype)   # 16 bits: that it runs
     cert = certify(model, x, square, original=original, tolerance=tolerance)
     assert cert.passed, cert
-    if dtype == torch.float64: assert set(cert.original.rounding) == Tagger.ZERO
+    if dtype == torch.float64:
+        assert set(cert.original.rounding) == Tagger.ZERO & unequal(model, original, x)
     if dtype == torch.float32: assert set(cert.original.rounding) >= Tagger.ZERO       # small ones: by kernel
 
 
@@ -70,7 +79,7 @@ def test_N06_both_oracles_and_the_floor_are_said(kind):
     assert said.count('passed') == 2
     assert 'beside the same step without recomputation' in said
     assert 'beside the original model' in said
-    assert 'rounding: 3 differ no more than 8 times' in said
+    assert re.search('rounding: [1-3] differ no more than 8 times', said)       # of three, see `unequal`
     assert 'rounding: no gradient needed its floor' in repr(certify(nn.Linear(4, 2), x[0].float(), square))
 
 
