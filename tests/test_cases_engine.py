@@ -55,10 +55,10 @@ HOOKS = {'cpu': save_on_cpu, 'identity': lambda: saved_tensors_hooks(lambda t: t
                                   lambda: GRU(3, 4, 2, norm='output', seg_len=5), lambda: GRU(3, 4)])
 def test_N01_saved_tensor_hooks(make, hook):
     torch.manual_seed(0)
-    rnn, x = make().double(), rand(12, 2, 3)
-    with plain(): oracle = grads(rnn, lambda: total(rnn(x)))
+    rnn, x, w = make().double(), rand(12, 2, 3), rand(12, 2, 4)     # squares of normed rows sum to a constant
+    with plain(): oracle = grads(rnn, lambda: total(rnn(x)) + (w * rnn(x)[0]).sum())
     def loss():
-        with HOOKS[hook](): return total(rnn(x))
+        with HOOKS[hook](): return total(rnn(x)) + (w * rnn(x)[0]).sum()
     near(grads(rnn, loss), oracle)
 
 def test_N01_checkpoint_around_and_inside():
