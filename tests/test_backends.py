@@ -17,7 +17,7 @@ from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.charlm.text import Batch, TokenStream
 from gruckpt.commands.cli import main
 from gruckpt.engine import graph
-from gruckpt.engine.cells import GRUCell, LSTMCell
+from gruckpt.engine.cells import NAMES, PAGES, GRUCell, LSTMCell
 from gruckpt.engine.convert import convert
 from gruckpt.engine.layer import MASKS
 from gruckpt.engine.layer_bytes import LayerBytes, back_of_op
@@ -88,6 +88,21 @@ def test_torchs_op_has_the_eager_gradients(kind, options, dtype, eps):
         want = run(rnn, x, states)
         rnn.backend = 'torch'
         for rnn.keep in ('hidden', 'gates', ('gates', 'hidden')): same(run(rnn, x, states), want, eps)
+
+
+@every_kind
+@pytest.mark.parametrize('options', OPTIONS, ids=lambda o: ' '.join(o) or 'plain')
+@pytest.mark.parametrize('walk', PAGES)
+def test_others_walk_back_from_the_states_of_torchs_op(kind, options, walk):
+    rnn = made(kind, options)
+    if rnn is None: pytest.skip('not an option of this layer')
+    if 'triton' in walk: pytest.importorskip('triton', reason="pip install 'gruckpt[triton]'")
+    x, states = inputs(rnn)
+    for rnn.seg_len, rnn.chunk_len in ((None, 4), (5, 4)):
+        rnn.backend = 'eager'
+        want = run(rnn, x, states)
+        rnn.backend = f'torch+{walk}'
+        for _ in range(2): same(run(rnn, x, states), want)     # recorded, and replayed
 
 
 @every_kind
@@ -238,20 +253,36 @@ def test_a_shadow_refuses_cudnn():
     with pytest.raises(NotFollowed, match='reserve'): shadow(region, torch.zeros(5, 2, 3), weights)
 
 
+@pytest.fixture
+def without_kernels(monkeypatch):
+    "No kernel of Triton runs, and buffers are not spoilt"
+    kernels = importlib.import_module('gruckpt.engine.triton')
+    monkeypatch.setattr(kernels, '_launch', lambda *args, **constants: None)
+    monkeypatch.setattr(kernels, '_need', lambda device: None)
+    monkeypatch.setattr(graph.Buffers, 'poison', lambda self, *tensors: None)
+
+
 @pytest.mark.parametrize('cell', [GRUCell(), LSTMCell()], ids=['gru', 'lstm'])
 @pytest.mark.parametrize('dtype', [torch.float32, F64])
-@pytest.mark.parametrize('keep', ['hidden', 'gates'])
-def test_torchs_op_is_counted_to_the_byte(cell, dtype, keep):
+@pytest.mark.parametrize('keep,backend', [('gates', 'torch'), ('hidden', 'torch'), *(
+    ('hidden', name) for name in NAMES if name.startswith('torch+'))])
+def test_torchs_op_is_counted_to_the_byte(cell, dtype, keep, backend, without_kernels):
     sizes = (1, 3, 4, 9), (2, 5, 9, 4), (3, 2, 3, 11), (4, 64, 3, 5), (9, 64, 7, 8), (70, 4, 5, 6)
     for n, batch, n_in, width in sizes:
-        rnn = layers_of(cell, n_in, width, keep=keep, backend='torch', dtype=dtype)
+        rnn = layers_of(cell, n_in, width, keep=keep, backend=backend, dtype=dtype)
         rnn._read_only_output = True
         x = torch.randn(n, batch, n_in, dtype=dtype, requires_grad=True)
         states = [torch.zeros(1, batch, width, dtype=dtype) for _ in range(cell.n_states)]
-        with without_onednn(), Meter() as meter:
+        def step(rnn=rnn, x=x, states=states):
             with Meter.phase('forward'): loss = rnn(x, states if len(states) > 1 else states[0])[0].sum()
             with Meter.phase('backward'): loss.backward()
-        o = LayerBytes(cell, n_in, width, batch, keep, *[dtype.itemsize]*3, backend='torch')
+        graph.release_buffers()
+        step()                                                     # static buffers are there from now on
+        x.grad = None
+        rnn.zero_grad()
+        with without_onednn(), Meter() as meter: step()
+        o = LayerBytes(cell, n_in, width, batch, keep, *[dtype.itemsize]*3, backend=backend)
+        assert graph.idle_bytes() == (o.held(n)[1] if keep == 'hidden' else 0)
         gone = (keep == 'gates')*o.output(n)                       # the sum has no need of it
         counted = o.record(n) + o.forward(n), o.record(n) - gone + o.back(n) + 2*o.item
         assert tuple(meter.phases.values()) == counted, (n, batch, n_in, width)
@@ -324,17 +355,12 @@ def test_a_plan_for_torchs_op_keeps_states():
         estimate(GRUSpec(17, hidden=24, norm='state'), 8, plan, backend='torch')
 
 
-@pytest.mark.parametrize('backend', ['triton', 'graph', 'graph+triton'])
-def test_a_language_model_by_other_backends_is_counted_to_the_byte(backend, monkeypatch):
-    "A later step, with the buffers that the first one has left; no kernel runs, and numbers do not matter"
-    if 'triton' in backend:
-        pytest.importorskip('triton', reason="Triton is not installed; pip install 'gruckpt[triton]'")
-        kernels = importlib.import_module('gruckpt.engine.triton')
-        monkeypatch.setattr(kernels, '_launch', lambda *args, **constants: None)
-        monkeypatch.setattr(kernels, '_need', lambda device: None)
-    monkeypatch.setattr(graph.Buffers, 'poison', lambda self, *tensors: None)
+@pytest.mark.parametrize('backend', [name for name in NAMES if {*name.split('+')} & {'graph', 'triton'}])
+def test_a_language_model_by_other_backends_is_counted_to_the_byte(backend, without_kernels):
+    "A later step, with the buffers that the first one has left; numbers do not matter"
     forms = {'n_layers': 1}, {'norm': 'output', 'dropout': .1}, {'norm': 'state', 'reset': 'before'}
     kinds = ('float32', 'hidden'), ('float32', 'gates'), ('bfloat16', 'hidden')
+    if 'torch' in backend: forms, kinds = forms[:2], kinds[::2]
     grid = itertools.product(forms, kinds, ((4, 24), (3, 5)), (1, 4))
     for options, (precision, keep), (B, T), K in grid:
         model = GRULM(spec := GRUSpec(17, **{'hidden': 24, 'n_layers': 2} | options))
@@ -367,7 +393,7 @@ class Launched(Launches):
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch, without_kernels):
     "`launched(run)`: launches. No kernel of Triton runs, one draws masks; ids are not looked at, as on a GPU"
     replay, active = graph.Checked.__call__, []
     def once(self, run, static):
@@ -375,11 +401,7 @@ def launched(monkeypatch):
         try: return replay(self, run, static)
         finally:
             for mode in active: mode.inside = False
-    kernels = importlib.import_module('gruckpt.engine.triton')
-    monkeypatch.setattr(kernels, '_launch', lambda *args, **constants: None)
-    monkeypatch.setattr(kernels, '_need', lambda device: None)
     monkeypatch.setattr(graph.Checked, '__call__', once)
-    monkeypatch.setattr(graph.Buffers, 'poison', lambda self, *tensors: None)
     monkeypatch.setattr(charlm, '_check_ids', lambda *args: None)
     monkeypatch.setitem(MASKS, 'cpu', lambda mask, t, out: out.fill_(1))
     def count(run) -> int:
@@ -399,14 +421,14 @@ def plans_of(L:int) -> list:
             Plan.of(5, 9, 10, keep=('gates', *h), keep_last=(*h, 'gates')), Plan(20, 10, (*g, 'hidden'))]
 
 
-@pytest.mark.parametrize('backend', ['eager', 'torch', 'triton', 'graph', 'graph+triton'])
+@pytest.mark.parametrize('backend', NAMES[1:])
 @pytest.mark.parametrize('options', [
     {'n_layers': 1}, {'n_layers': 3}, {'norm': 'output'}, {'dropout': .1}, {'norm': 'output', 'dropout': .1},
     {'norm': 'state'}, {'reset': 'before'}, {'norm': 'state', 'reset': 'before'}, {'tied': True}], ids=str)
 def test_launches_are_counted_as_they_are_made(backend, options, launched):
     "Every kernel of the two passes, of segments longer than a step whose logits fit at once"
     spec = GRUSpec(9, **{'hidden': 8, 'n_layers': 2} | options)
-    if backend == 'torch' and spec.norm == 'state' or backend == 'torch' and spec.reset == 'before': return
+    if 'torch' in backend and (spec.norm == 'state' or spec.reset == 'before'): pytest.skip('torch has no op for it')
     for B, plan in itertools.product((64, 3), plans_of(spec.n_layers)):
         model = GRULM(spec)
         model.rnn.backend, state = backend, model.init_state(B)

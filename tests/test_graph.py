@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import gruckpt
 from gruckpt.charlm.text import Batch
-from gruckpt.engine import graph
+from gruckpt.engine import cells, graph
 from gruckpt.engine.cells import BACKENDS, EAGER, GRUCell, LSTMCell, backend_for, make_cell
 from gruckpt.engine.layer_bytes import LayerBytes
 from gruckpt.engine.recurrent import layers_of
@@ -218,10 +218,14 @@ def test_what_cannot_be_recorded_is_one_line(trouble, why, monkeypatch):
     for device in ('cpu', 'cuda'): del BACKENDS['odd', device]
 
 
-def test_auto_does_not_take_it_and_a_device_without_it_is_named():
+@pytest.mark.parametrize('triton', [True, False])
+def test_auto_takes_it_on_cuda_and_a_device_without_it_is_named(triton, monkeypatch):
+    monkeypatch.setattr(cells, 'triton_runs', lambda: triton)
     for cell in CELLS:
         assert backend_for(cell, 'cpu').name == backend_for(cell, 'cpu', 'eager').name
-        assert backend_for(cell, 'cuda').name == ('scan' if cell.form == 'mingru' else 'eager')
+        for record, best in (True, 'graph+triton' if triton else 'graph'), (False, 'triton' if triton else 'eager'):
+            name = 'scan' if cell.form == 'mingru' else best
+            assert backend_for(cell, 'cuda', 'auto', record).name == name
     with pytest.raises(ValueError, match="got 'graph' for the cell gru after on mps"):
         backend_for(GRUCell(), 'mps', 'graph')
 

@@ -169,7 +169,9 @@ def _refuse_backend(name:str, rnn, backend:str):
     "ValueError for a layer, torch's or ours, that the backend cannot run"
     cell = getattr(rnn, 'cell', None) or (LSTMCell() if rnn.mode == 'LSTM' else GRUCell())
     device = next(rnn.parameters()).device.type
-    try: is_fused(cell, device, backend) or backend_for(cell, device, backend)
+    try:
+        is_fused(cell, device, backend)
+        backend_for(cell, device, backend)
     except ValueError as e: raise ValueError(f'{name or "the model"}: {e}') from None
 
 def _told(rnn, seg_len, keep:str, backend:str|None):
@@ -291,10 +293,11 @@ def _kept(o:Layer, T:int, batch:int) -> int:
 
 def _described(name:str, rnn:nn.RNNBase, seg_len, keep, backend='auto') -> Layer:
     "A layer in the report"
-    item = max(t.element_size() for t in rnn.parameters())
+    item, device = max(t.element_size() for t in rnn.parameters()), next(rnn.parameters()).device.type
+    fused = is_fused(LSTMCell() if rnn.mode == 'LSTM' else GRUCell(), device, backend or 'auto')
     return Layer(name, rnn.mode, rnn.input_size, rnn.hidden_size, rnn.num_layers,
                  2 if rnn.bidirectional else 1, rnn.proj_size, bool(rnn.batch_first), item, seg_len, keep,
-                 GRU._read_only_output, _carried(rnn), backend == 'torch')
+                 GRU._read_only_output, _carried(rnn), fused)
 
 # %% ../../nbs/engine/06_convert.ipynb #503a0f41
 @dataclass(frozen=True)

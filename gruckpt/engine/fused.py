@@ -6,14 +6,15 @@
 __all__ = ['RecordNode', 'StatesNode', 'run_layer', 'run_all', 'flatten']
 
 # %% ../../nbs/engine/10_fused.ipynb #61da0b5b
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.backends.cudnn.rnn import get_cudnn_mode
 
-from .cells import FUSED, CellWeights, LSTMCell
+from .cells import FUSED, Backend, CellWeights, is_fused
 from .layer import (LayerRun, cast_weight, cast_weights, gradient_sums, layer_backward,
                                   own_gradients, refuse_second_backward, to_input, weight_slots)
 from .recurrent import in_one_call, layer_places, weight_names
@@ -144,32 +145,31 @@ def _handed(ctx, grads:list, tensors:list) -> list:
     return list(map(one, grads, ctx.slots, tensors))
 
 # %% ../../nbs/engine/10_fused.ipynb #f09c8b38
-@dataclass(frozen=True)
-class _LSTM(LSTMCell):
-    "An LSTM whose `rebuild` makes c again too, from the gates and the first c of the stretch"
-    flipped: bool = False
-
-    def rebuild(self, gates, prev, new, w, spare=None):
-        super().rebuild(gates, prev, new, w, spare)
+@cache
+def _with_c(walk:Backend, flipped:bool) -> Backend:
+    "A walk whose `rebuild` makes an LSTM's c again too, from the gates and the first c of the stretch"
+    def rebuild(cell, gates, prev, new, w, spare=None):
+        walk.rebuild(cell, gates, prev, new, w, spare)
         (i, f, g, _), cs, outs = [s.unbind() for s in gates.chunk(4, -1)], prev[1].unbind(), new[1].unbind()
-        for t in range(len(cs))[::-1 if self.flipped else 1]:
+        for t in range(len(cs))[::-1 if flipped else 1]:
             torch.mul(i[t], g[t], out=outs[t]).addcmul_(f[t], cs[t])
+    return walk._replace(rebuild=rebuild)
 
 class _WithoutC(LayerRun):
     "What an LSTM keeps is h of every step, and c before every chunk"
+    def walk(self, x) -> Backend: return _with_c(super().walk(x), self.flipped)
     def views(self, states:list, a:int, b:int) -> tuple:
         "States before and after the steps a to b; c is written there by `rebuild`"
-        (h, cuts, room), n = states, b - a
+        (h, room, cuts), n = states, b - a
         room[n if self.flipped else 0] = cuts[a // (len(room) - 1)]
         early, late = [h[a:b], room[:n]], [h[a + 1:b + 1], room[1:n + 1]]
         return (late, early) if self.flipped else (early, late)
 
 def _with_room(job:LayerRun, states:list, T:int) -> tuple:
     "An LSTM's job and states, with room for c of a chunk"
-    B, D = states[1].shape[1:]
-    longest = max(b - a for a, b in job.chunks(T, B, states[1].device.type))
-    own = {f.name: getattr(job, f.name) for f in fields(job)} | {'cell': _LSTM(job.flipped)}
-    return _WithoutC(**own), [*states, states[1].new_empty(longest + 1, B, D)]
+    (h, cuts), own = states, {f.name: getattr(job, f.name) for f in fields(job)}
+    longest = max(b - a for a, b in job.chunks(T, cuts.shape[1], cuts.device.type))
+    return _WithoutC(**own), [h, cuts.new_empty(longest + 1, *cuts.shape[1:]), cuts]
 
 # %% ../../nbs/engine/10_fused.ipynb #ebe9351c
 def _make_states(job:LayerRun, x, state:list, w:CellWeights) -> tuple:
@@ -275,7 +275,7 @@ def flatten(
     rnn,    # a layer whose weights are on CUDA
 ):
     "Lay its weights out as cuDNN reads them, in one piece a call; else every call would copy them"
-    if rnn.cell.form not in FUSED or rnn.backend not in ('auto', 'torch'): return
+    if rnn.cell.form not in FUSED or not is_fused(rnn.cell, 'cuda', rnn.backend): return
     whole, places = in_one_call(rnn), layer_places(rnn)
     op = _Op(rnn.mode == 'LSTM', bool(rnn.bias), rnn.num_layers if whole else 1, whole and rnn.bidirectional)
     for group in [places] if whole else [[place] for place in places]:

@@ -146,6 +146,10 @@ class DropoutMask:
         return out.zero_() if self.cut >= 2**31 else kernel(self, t, out)
 
 # %% ../../nbs/engine/03_layer.ipynb #0e9fc15b
+def _capturing(x) -> bool:
+    "Is the work on `x` being recorded by somebody?"
+    return x.is_cuda and not is_fake(x) and torch.cuda.is_current_stream_capturing()
+
 @dataclass(frozen=True)
 class LayerRun:
     """What one layer and direction computes, and what it keeps
@@ -160,6 +164,7 @@ class LayerRun:
     dtype : of the arithmetic
     top : is it the last of its stack?
     backend : who runs the walks, a name for `backend_for`
+    record : may 'auto' take a backend that records? Not for sizes that change all the time
     """
     cell: object
     keep: str
@@ -169,6 +174,7 @@ class LayerRun:
     dtype: torch.dtype
     top: bool = False
     backend: str = 'auto'
+    record: bool = True
 
     def chunks(self, T:int, B:int, device:str='cpu') -> list:
         "(start, stop) of the chunks in the order of computation"
@@ -176,7 +182,10 @@ class LayerRun:
         cuts = [(a, min(a + n, T)) for a in range(0, T, n)]
         return cuts[::-1] if self.flipped else cuts
 
-    def walk(self, x) -> Backend: return backend_for(self.cell, x.device.type, self.backend)
+    def walk(self, x) -> Backend:
+        "Who walks, where `x` lies; inside somebody's capture nothing is recorded"
+        return backend_for(self.cell, x.device.type, self.backend, self.record and not _capturing(x))
+
     def order(self, n:int): return range(n - 1, -1, -1) if self.flipped else range(n)
 
     def views(self, states:list, a:int, b:int) -> tuple:

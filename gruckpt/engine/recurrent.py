@@ -212,13 +212,14 @@ class _Asked(NamedTuple):
     seed: int|None = None           # of the dropout masks
     start: int = 0                  # absolute number of the first step
     keep: str|tuple|None = None     # what the layers keep; None: as they are told
+    record: bool = True             # may 'auto' take a backend that records?
 
 def _job(rnn:_Recurrent, k:int, d:int, dtype:torch.dtype, asked:_Asked) -> LayerRun:
     "What layer k, direction d computes in a call"
     p = rnn.dropout if rnn.training and k else 0.
     drop = DropoutMask(p, asked.seed, k, asked.start) if p else None
     keep, top = keep_each(asked.keep or rnn.keep, rnn.num_layers)[k], k == rnn.num_layers - 1
-    return LayerRun(rnn.cell, keep, rnn.chunk_len, d == 1, drop, dtype, top, rnn.backend)
+    return LayerRun(rnn.cell, keep, rnn.chunk_len, d == 1, drop, dtype, top, rnn.backend, asked.record)
 
 def _one_layer(rnn:_Recurrent, k:int, d:int, w:list, x, state:list, asked:_Asked):
     "Layer k, direction d over `x`, which is normed if it has a gain: (output, final states)"
@@ -404,7 +405,7 @@ def _run_packed(rnn:_Recurrent, read:dict, packed:PackedSequence, states:list|No
     data, batch_sizes, order, back = packed
     states = _checked(rnn, data, _weight_of(read).dtype, states, int(batch_sizes[0]), 3)
     if order is not None: states = [s.index_select(1, order) for s in states]
-    out, finals = _run(rnn, read, data, states, asked, batch_sizes)
+    out, finals = _run(rnn, read, data, states, asked._replace(record=False), batch_sizes)
     if back is not None: finals = [s.index_select(1, back) for s in finals]
     return PackedSequence(out, batch_sizes, order, back), finals
 
@@ -496,7 +497,7 @@ class GRU(_Recurrent, nn.GRU):
     keep : 'hidden' keeps the states, 'gates' the gates too and rebuilds nothing; a tuple has a word a layer
     chunk_len : steps whose gates are in flight at a time; None chooses by the batch
     backend : who runs the steps: 'torch' is torch's own op, see `gruckpt.engine.fused`, other names
-        walk a chunk, see `gruckpt.engine.cells.backend_for`; 'auto' takes torch's op on CUDA
+        walk a chunk, see `gruckpt.engine.cells.backend_for`; 'auto' takes the fewest launches on CUDA
     """
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.,
                  bidirectional=False, device=None, dtype=None, *, norm=None, reset='after', seg_len=None,
@@ -533,7 +534,7 @@ class LSTM(_Recurrent, nn.LSTM):
     keep : 'hidden' keeps the states, 'gates' the gates too and rebuilds nothing; a tuple has a word a layer
     chunk_len : steps whose gates are in flight at a time; None chooses by the batch
     backend : who runs the steps: 'torch' is torch's own op, see `gruckpt.engine.fused`, other names
-        walk a chunk, see `gruckpt.engine.cells.backend_for`; 'auto' takes torch's op on CUDA
+        walk a chunk, see `gruckpt.engine.cells.backend_for`; 'auto' takes the fewest launches on CUDA
     """
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.,
                  bidirectional=False, proj_size=0, device=None, dtype=None, *, seg_len=None, keep='hidden',

@@ -9,7 +9,7 @@ __all__ = ['FREE', 'TrainConfig', 'StepRecord']
 import math
 from dataclasses import dataclass
 
-from ..engine.cells import PAGES
+from ..engine.cells import NAMES
 from .schedule import check_field, is_number, is_whole
 from .optimizer_step import OPTIMIZERS, PRECISIONS
 
@@ -51,7 +51,7 @@ class TrainConfig:
     optimizer : str
         adamw, adamw foreach, adamw loop, amsgrad, momentum or sgd.
     backend : str
-        Who runs the recurrent layers: auto (as they were made), eager, torch, graph, triton or graph+triton.
+        Who runs the recurrent layers, a name of `gruckpt.engine.cells.NAMES`; auto: as they were made.
     """
     max_steps:int|None = None
     lr:float = 2e-3
@@ -94,8 +94,7 @@ def _check_config(config:TrainConfig):
     check_field('weight_decay', decay, is_number(decay) and 0 <= decay < math.inf, 'a number from 0 on')
     check_field('clip', clip, clip is None or is_number(clip) and clip > 0,
                 'a number above 0, or None for never')
-    known = 'auto', 'eager', 'torch', *PAGES
-    for name, allowed in ('precision', PRECISIONS), ('optimizer', OPTIMIZERS), ('backend', known):
+    for name, allowed in ('precision', PRECISIONS), ('optimizer', OPTIMIZERS), ('backend', NAMES):
         check_field(name, value := getattr(o, name), value in allowed, f'one of {", ".join(allowed)}')
 
 # %% ../../nbs/training/04_config.ipynb #7292dd05
