@@ -428,7 +428,8 @@ def plans_of(L:int) -> list:
 def test_launches_are_counted_as_they_are_made(backend, options, launched):
     "Every kernel of the two passes, of segments longer than a step whose logits fit at once"
     spec = GRUSpec(9, **{'hidden': 8, 'n_layers': 2} | options)
-    if 'torch' in backend and (spec.norm == 'state' or spec.reset == 'before'): pytest.skip('torch has no op for it')
+    if 'torch' in backend and (spec.norm == 'state' or spec.reset == 'before'):
+        pytest.skip('torch has no op for it')
     for B, plan in itertools.product((64, 3), plans_of(spec.n_layers)):
         model = GRULM(spec)
         model.rnn.backend, state = backend, model.init_state(B)

@@ -223,7 +223,7 @@ def test_auto_takes_it_on_cuda_and_a_device_without_it_is_named(triton, monkeypa
     monkeypatch.setattr(cells, 'triton_runs', lambda: triton)
     for cell in CELLS:
         assert backend_for(cell, 'cpu').name == backend_for(cell, 'cpu', 'eager').name
-        for record, best in (True, 'graph+triton' if triton else 'graph'), (False, 'triton' if triton else 'eager'):
+        for record, best in zip((True, False), ('graph+triton', 'triton') if triton else ('graph', 'eager')):
             name = 'scan' if cell.form == 'mingru' else best
             assert backend_for(cell, 'cuda', 'auto', record).name == name
     with pytest.raises(ValueError, match="got 'graph' for the cell gru after on mps"):

@@ -222,7 +222,7 @@ NAMES = 'auto', 'eager', 'torch', *PAGES, *(f'torch+{name}' for name in PAGES)  
 def triton_runs() -> bool:
     "Can Triton's kernels be made and run by the GPU here? Where there is none, one that has them is meant"
     if not torch.cuda.is_available(): return True
-    compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')    # it compiles its launcher
+    compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')    # for its launchers
     return bool(find_spec('triton') and compiler) and torch.cuda.get_device_capability() >= (8, 0)
 
 def walk_name(
@@ -270,8 +270,8 @@ def is_fused(
     "Does torch's own op run the layers of this cell? ValueError where it is asked for and there is none"
     there, asked = cell.form in FUSED, name.partition('+')[0] == 'torch'
     if asked and not there:
-        raise ValueError(f"backend={name!r} is for a GRU with reset='after' or an LSTM, no norm on the state, "
-                         f"got the cell {cell.form}, use 'auto' or 'eager'")
+        raise ValueError(f"backend={name!r} is for a GRU with reset='after' or an LSTM, without a norm "
+                         f"on the state, got the cell {cell.form}, use 'auto' or 'eager'")
     if name != 'auto' or device != 'cuda' or not there: return asked
     return dtype != torch.bfloat16 or (torch.backends.cudnn.version() or 0) >= 91300
 
