@@ -502,6 +502,7 @@ def _peer_names(spec:TFTSpec) -> dict:
 # %% ../../nbs/tft/05_model.ipynb #277962eb
 _NOT_USED = ('loss.', 'valid_loss.', 'static_encoder.vsn.joint_grn.lin_c',
              'temporal_fusion_decoder.attention._mask')
+_OF_CONTEXT = '.lin_c.weight'      # there without static columns too, and then read by nobody
 
 def _taken(params:dict, theirs, width:int) -> torch.Tensor:
     "One parameter of ours out of `params`, from which it is removed"
@@ -516,7 +517,8 @@ def _from_neuralforecast(cls, params:dict, spec:TFTSpec, more:dict) -> TFT:
     if spec.static_cats or spec.observed_cats or spec.known_cats or not spec.known:
         raise ValueError("NeuralForecast's TFT has no categories and at least one known column; give a spec "
                          'like it')
-    params = {n: torch.as_tensor(t) for n, t in params.items() if not n.startswith(_NOT_USED)}
+    unread = [n for n in params if n.startswith(_NOT_USED) or not spec.n_static and n.endswith(_OF_CONTEXT)]
+    params = {n: torch.as_tensor(t) for n, t in params.items() if n not in unread}
     model, names = cls(spec, dtype=next(iter(params.values())).dtype, **more), _peer_names(spec)
     for ours, p in model.named_parameters():
         t = _taken(params, names[ours], spec.hidden)
