@@ -7,7 +7,7 @@ __all__ = ['OPS', 'TritonDesk', 'TritonGraphDesk', 'draw_mask']
 
 # %% ../../nbs/engine/12_triton.ipynb #9387798d
 import os
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
@@ -23,7 +23,9 @@ try:
 except ImportError: triton, tl = None, SimpleNamespace(constexpr=None)     # who asks for the backend is told
 
 # %% ../../nbs/engine/12_triton.ipynb #2a143dd8
-def _jit(f): return f if triton is None else triton.jit(f)
+def _jit(f, plain=()):
+    "A kernel; of numbers that are `plain` nothing is built into it: one kernel for all their values"
+    return f if triton is None else triton.jit(f, do_not_specialize=plain)
 
 @_jit
 def _tanh(x): return 2*tl.sigmoid(2*x) - 1       # the interpreter has no other
@@ -75,8 +77,9 @@ def _launch(kernel, rows:int, like, D:int, whole:bool, *args, **constants):
     if not rows: return
     block, wide = triton.next_power_of_2(D), getattr(tl, _WIDE.get(like.dtype, 'float32'))
     if not whole: block = min(block, 1024)
-    kernel[(rows, triton.cdiv(D, block))](*args, **constants, WIDE=wide, BLOCK=block,
-                                          num_warps=4 if block <= 1024 else 8)
+    warps = max(1, min(8, block // 256))
+    with torch.cuda.device_of(like):      # Triton starts kernels on the current device, wherever tensors lie
+        kernel[(rows, triton.cdiv(D, block))](*args, **constants, WIDE=wide, BLOCK=block, num_warps=warps)
 
 def _op(name:str, operands:str, run):
     "Make an operation of torch"
@@ -142,7 +145,7 @@ def _gru_back(F, Z, DOUT, DH, HAT, INV, DHS, GAIN, D, row, col, SLOTS: tl.conste
     b, d = tl.program_id(0).to(tl.int64), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
     at, f, m = b*D + d, F + b*SLOTS*D + d, d < D
     dh = tl.load(DH + at, m, 0.).to(WIDE)
-    if HAS: dh += tl.load(DOUT + b*row + d*col, m, 0.).to(WIDE)
+    if HAS: dh += tl.load(DOUT + b*row + d.to(tl.int64)*col, m, 0.).to(WIDE)
     if NORM:
         tl.store(DHS + at, dh, m)
         hat = tl.load(HAT + at, m, 0.).to(WIDE)
@@ -218,7 +221,7 @@ def _lstm_back(F, FS, TOC, DOUT, DM, DC, D, row, col, HAS: tl.constexpr, WIDE: t
     b, d = tl.program_id(0).to(tl.int64), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
     at, f, m = b*D + d, F + b*4*D + d, d < D
     dm = tl.load(DM + at, m, 0.).to(WIDE)
-    if HAS: dm += tl.load(DOUT + b*row + d*col, m, 0.).to(WIDE)
+    if HAS: dm += tl.load(DOUT + b*row + d.to(tl.int64)*col, m, 0.).to(WIDE)
     dc = tl.load(DC + at, m, 0.).to(WIDE) + dm*tl.load(TOC + at, m, 0.).to(WIDE)
     for k in tl.static_range(3): tl.store(f + k*D, tl.load(f + k*D, m, 0.).to(WIDE)*dc, m)
     tl.store(f + 3*D, tl.load(f + 3*D, m, 0.).to(WIDE)*dm, m)
@@ -384,7 +387,7 @@ _register('triton', _GRUS, _gru_advance, _gru_reverse, _gru_rebuild, _gru_factor
 _register('triton', ('lstm',), _lstm_advance, _lstm_reverse, _lstm_rebuild, _lstm_factors_of)
 
 # %% ../../nbs/engine/12_triton.ipynb #66dd529f
-@_jit
+@partial(_jit, plain=('seed', 'start', 'layer', 'cut'))      # seeds and steps change all the time
 def _mask(OUT, seed, start, layer, cut, s0, s1, s2, R, I, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     "Masks of one row of one step, 8 columns a group"
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
@@ -420,7 +423,8 @@ def draw_mask(
     out:torch.Tensor,   # steps x ... x I, written
 ) -> torch.Tensor:
     "What `DropoutMask.scale` does, in one kernel"
-    OPS['mask'](out, mask.seed, mask.start + t, mask.layer, mask.cut, 1/(1 - mask.p))
+    seed = (mask.seed + 2**63) % 2**64 - 2**63          # its lowest 64 bits, as an operation takes them
+    OPS['mask'](out, seed, mask.start + t, mask.layer, mask.cut, 1/(1 - mask.p))
     return out
 
 if triton is not None: MASKS['cuda'] = draw_mask
