@@ -119,6 +119,15 @@ def test_no_grad_retain_graph_and_two_steps():
     same(torch.autograd.grad(loss, [*rnn.parameters()]), first, 0)
 
 
+def test_buffers_made_in_inference_mode_serve_outside():
+    torch.manual_seed(0)
+    x, rnn = torch.randn(11, 3, 5), gruckpt.GRU(5, 6, 2, norm='state', chunk_len=4, backend='graph')
+    with torch.inference_mode(): out = rnn(x)[0]
+    assert len(graph._idle) == 1
+    same(both(rnn, x)[:1], [out], 0)
+    with torch.inference_mode(): same(rnn(x)[:1], [out], 0)
+
+
 def test_a_backward_pass_in_another_thread_is_bit_equal():
     torch.manual_seed(0)
     x, rnn = torch.randn(11, 3, 5), gruckpt.GRU(5, 6, 2, norm='state', reset='before', chunk_len=4, seg_len=6,

@@ -197,6 +197,7 @@ class Buffers:
         on_gpu = self.shape.device.type == 'cuda' and not is_fake(self.gates)
         self.place = Place(self.shape.device) if on_gpu else None
 
+    @torch.inference_mode(False)      # one made in there could not be written outside
     def empty(self, *size): return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
     def tensors(self) -> list: return [self.gates, *self.states, *self.weights.values(), *self.back]
     def for_back(self) -> list:
