@@ -220,21 +220,27 @@ class Buffers:
 
     def replay(self, what:tuple, run):
         "Do `run`, which is always the same for the same `what`"
-        if is_fake(self.gates) or not self._room(what): return run()
-        if what not in self.replays:
-            self.replays[what] = Checked() if self.place is None else Captured(self.place)
-        self.replays.move_to_end(what)
-        try: return self.replays[what](run, self.tensors())
-        except RuntimeError:
-            self.forget()
-            raise
+        return _replayed(self, what, run)
 
-    def _room(self, what:tuple) -> bool:
-        "Is it there, or room for it? The graphs of a place go together: what is not captured makes room"
-        if what in self.replays or len(self.replays) < MOST_LENGTHS: return True
-        old = next((k for k, o in self.replays.items() if o.graph is None), None)
-        if old is not None: del self.replays[old]
-        return old is not None
+# %% ../../nbs/engine/11_graph.ipynb #dd7022d8
+def _replayed(o:Buffers, what:tuple, run):
+    "What `run` returns, recorded if there is room"
+    if is_fake(o.gates) or not _room(o.replays, what): return run()
+    if what not in o.replays: o.replays[what] = Checked() if o.place is None else Captured(o.place)
+    o.replays.move_to_end(what)
+    try:
+        with torch.inference_mode(False), torch.no_grad():    # operations are others in inference mode
+            return o.replays[what](run, o.tensors())
+    except RuntimeError:
+        o.forget()
+        raise
+
+def _room(replays:OrderedDict, what:tuple) -> bool:
+    "Is it there, or room for it? The graphs of a place go together: what is not captured makes room"
+    if what in replays or len(replays) < MOST_LENGTHS: return True
+    old = next((k for k, o in replays.items() if o.graph is None), None)
+    if old is not None: del replays[old]
+    return old is not None
 
 # %% ../../nbs/engine/11_graph.ipynb #9a4a3a6a
 def _held(o, n) -> tuple:
