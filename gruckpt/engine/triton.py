@@ -66,7 +66,9 @@ OPS = {}        # the operations, by name
 
 def _need(device:torch.device):
     "RuntimeError where no kernel can run"
-    if triton is None: raise RuntimeError("backend='triton' needs Triton; pip install 'gruckpt[triton]'")
+    if triton is None:
+        raise RuntimeError("backend='triton' needs Triton: pip install 'gruckpt[triton]', on Windows "
+                           "triton-windows; backend='graph' needs none")
     if device.type == 'cuda' or os.environ.get('TRITON_INTERPRET') == '1': return
     raise RuntimeError("backend='triton' needs a GPU, got a tensor on cpu; TRITON_INTERPRET=1, set before "
                        'Python starts, interprets it')
