@@ -94,6 +94,20 @@ def test_a_gradient_that_is_not_contiguous():
     for other in found[1:]: same(other, found[0], 1e-10)
 
 
+@every_cell
+def test_a_gradient_at_the_state_that_lies_otherwise(cell):
+    "One that came through a transpose: it was read row after row, and the gradients were others."
+    torch.manual_seed(0)
+    x, m = torch.randn(3, 2, 3).double(), torch.randn(cell.n_states, 1, 4, 2).double()
+    rnn, found = layers_of(cell, 3, 4, chunk_len=2, dtype=torch.float64), []
+    for rnn.backend in ('eager', 'triton', 'graph+triton'):
+        states = rnn(x)[1]
+        states = [states] if torch.is_tensor(states) else states
+        loss = sum((s.transpose(1, 2) * k).sum() for s, k in zip(states, m))
+        found.append(torch.autograd.grad(loss, [*rnn.parameters()]))
+    for other in found[1:]: same(other, found[0], 1e-10)
+
+
 def test_rows_wider_than_a_block():
     torch.manual_seed(0)
     x, rnn = torch.randn(2, 2, 3).double(), gruckpt.GRU(3, 1100).double()
