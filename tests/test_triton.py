@@ -179,6 +179,7 @@ def test_kernels_start_where_their_tensors_lie(monkeypatch):
         def __enter__(self): at.append(self.t)
         def __exit__(self, *error): at.append('back')
     class Kernel:
+        arg_names = []
         def __getitem__(self, grid): return lambda *args, **options: at.append((grid, options['num_warps']))
     monkeypatch.setattr(torch.cuda, 'device_of', device_of)
     for D, warps in ((16, 1), (256, 1), (600, 4), (2048, 8), (9000, 8)):
@@ -186,6 +187,12 @@ def test_kernels_start_where_their_tensors_lie(monkeypatch):
         triton._launch(Kernel(), 2, x, D, True)
         assert at[0] is x and at[1:] == [((2, 1), warps), 'back']
         at.clear()
+
+
+def test_what_lies_otherwise_is_refused():
+    gates, h = torch.zeros(2, 12), torch.zeros(4, 2).t()
+    with pytest.raises(RuntimeError, match=r"got H of shape \(2, 4\) with strides \(1, 2\)"):
+        page().OPS['gru_reset'](gates, h, torch.empty(2, 4))
 
 
 def test_a_seed_builds_no_kernel():

@@ -77,6 +77,10 @@ def _launch(kernel, rows:int, like, D:int, whole:bool, *args, **constants):
     "Run a kernel over rows of D numbers, a row at once if it needs the `whole`"
     _need(like.device)
     if not rows: return
+    for name, t in zip(kernel.arg_names, args):
+        if name == 'DOUT' or not isinstance(t, torch.Tensor) or t.is_contiguous(): continue     # it has strides
+        raise RuntimeError(f"backend='triton' reads row after row, got {name} of shape {tuple(t.shape)} with "
+                           f"strides {t.stride()}; use backend='eager'")
     block, wide = triton.next_power_of_2(D), getattr(tl, _WIDE.get(like.dtype, 'float32'))
     if not whole: block = min(block, 1024)
     warps = max(1, min(8, block // 256))
