@@ -78,7 +78,7 @@ def _launch(kernel, rows:int, like, D:int, whole:bool, *args, **constants):
     _need(like.device)
     if not rows: return
     for name, t in zip(kernel.arg_names, args):
-        if name == 'DOUT' or not isinstance(t, torch.Tensor) or t.is_contiguous(): continue     # it has strides
+        if name == 'DOUT' or not isinstance(t, torch.Tensor) or t.is_contiguous(): continue   # has strides
         raise RuntimeError(f"backend='triton' reads row after row, got {name} of shape {tuple(t.shape)} with "
                            f"strides {t.stride()}; use backend='eager'")
     block, wide = triton.next_power_of_2(D), getattr(tl, _WIDE.get(like.dtype, 'float32'))
