@@ -48,6 +48,7 @@ def question_of(seed:int) -> Question:
     if coin.random() < .2: how['frozen'] = (coin.choice(list(spec.parts)),)
     if coin.random() < .2: how['teacher_forcing'] = .5
     if coin.random() < .2 and T <= 9: how['device'] = 'cuda'
+    if coin.random() < .2 and T <= 9: how['backend'] = coin.choice(('eager', 'graph', 'graph+triton'))
     least = min(estimate(spec, B, Plan(T, s), **how).total for s in {1, T//6 + 1, T//3 + 1, T})
     most = estimate(spec, B, Plan(T, T, 'gates'), **how).total
     limit = int(least + (most - least) * coin.uniform(-.1, 1))
@@ -55,17 +56,18 @@ def question_of(seed:int) -> Question:
 
 
 def price(q:Question, plan) -> float:
-    kw = {k: v for k, v in q.how.items() if k in ('precision', 'frozen', 'device')}
+    kw = {k: v for k, v in q.how.items() if k in ('precision', 'frozen', 'device', 'backend')}
     return seconds_of(q.spec, q.batch, plan, q.rates, **kw)
 
 
-def least_of_cuts(q:Question, counts, beside:int) -> float:
-    "Fewest seconds of a plan with one of these counts of segments, segment by segment, one length at a time"
+def least_of_cuts(q:Question, counts, beside:int, longest:int) -> float:
+    """Fewest seconds of a plan with one of these counts of segments, segment by segment, one length at a
+    time up to the longest"""
     T, best = q.n_steps, inf
     lens, before = np.arange(1, T + 1), np.arange(T)[:, None]
     def fits(role, keep):
         peak = estimate(q.spec, q.batch, Stretch(T, role, lens, before, keep), **q.how).peak
-        return np.broadcast_to(peak + beside <= q.limit, (T, T))
+        return np.broadcast_to((peak + beside <= q.limit) & (lens <= longest), (T, T))
     def cost(role, keep): return [price(q, Stretch(T, role, n, 1, keep)) for n in range(1, T + 1)]
     lasts = [(fits('last', keep), np.array(cost('last', keep))) for keep in words(q.spec.n_layers)]
     for keep in words(q.spec.n_layers):
@@ -88,7 +90,16 @@ def least_seconds(q:Question) -> float:
     found = [price(q, p) for p in whole if estimate(q.spec, q.batch, p, **q.how).total <= q.limit]
     groups = {}
     for k in range(2, q.n_steps + 1): groups.setdefault(beside(k), []).append(k)
-    return min([inf, *found, *(least_of_cuts(q, counts, n) for n, counts in groups.items())])
+    static = {n: static_bytes(q, n) for n in range(1, q.n_steps + 1)}
+    longest = {held: n for n, held in static.items()}        # of equal buffers the longest segment
+    return min([inf, *found, *(least_of_cuts(q, counts, n + held, most)
+                               for n, counts in groups.items() for held, most in longest.items())])
+
+
+def static_bytes(q:Question, longest:int) -> int:
+    "Held from step to step by a backend that records"
+    first, *_ = estimate(q.spec, q.batch, Plan(q.n_steps, longest), **q.how).moments.values()
+    return int(first['static buffers'])
 
 
 def agrees(q:Question) -> bool:

@@ -309,16 +309,18 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     return found
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #87e4627f
-def _static(o:_Counted):
-    "What a backend that records holds from step to step; of a stretch, were no other one longer"
-    if isinstance(o.plan, Stretch): return o.above.held(o.plan.lens)[1]
-    return int(o.above.held(o.plan.seg_len)[1])
+def _static(o:_Counted, drawn) -> int:
+    "What a backend that records holds from step to step; not of a stretch, whose plan may have longer ones"
+    if isinstance(o.plan, Stretch): return 0
+    in_stretches = drawn is not None and drawn.two_pass and not o.above.fused
+    drawn_len = in_stretches*min(STRETCH, o.plan.n_steps)
+    return int(o.above.held(max(o.plan.seg_len, drawn_len))[1])
 
-def _around(o:_Counted, moment:str, terms:dict, carried:bool, accumulate:int, drawn) -> dict:
+def _around(o:_Counted, moment:str, terms:dict, carried:bool, accumulate:int, drawn, static:int) -> dict:
     "What the step holds at a moment of its last micro-batch, beside weights and optimizer"
     phase, later = moment.split(':')[0], accumulate > 1
     own = o.state * (phase == 'forward' or phase == 'backward' and o.cut)
-    always = {'static buffers': _static(o), 'tokens': 2*8*o.batch*o.plan.n_steps * accumulate,
+    always = {'static buffers': static, 'tokens': 2*8*o.batch*o.plan.n_steps * accumulate,
               'state': carried*o.state + (later or not carried)*own}
     if drawn is not None:
         new = moment != 'forward: inputs drawn'
@@ -492,7 +494,8 @@ def moments_of(
             found[moment] = terms
     if drawn is not None: found |= _drawing(o, drawn, carried or accumulate > 1)
     found['update: begins'] = {'final states': o.state, 'losses': max(item_w, 4)}
-    return {moment: _around(o, moment, terms, carried, accumulate, drawn) for moment, terms in found.items()}
+    around = carried, accumulate, drawn, _static(o, drawn)
+    return {moment: _around(o, moment, terms, *around) for moment, terms in found.items()}
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #c0de1205
 @lru_cache

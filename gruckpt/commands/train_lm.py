@@ -176,8 +176,6 @@ def _ledger_of(o:SimpleNamespace, spec, config, decay, drawn, size:int=1) -> dic
                accumulate=config.accumulate, backend=config.backend)
     return how if constant else how | dict(teacher_forcing=0., sampling=drawn)
 
-_COUNTED = 'auto', 'eager', 'torch', 'triton'    # backends; others hold buffers of evaluations, too
-
 def _planned(
     o:SimpleNamespace,   # options
     spec,                # of the model
@@ -189,11 +187,7 @@ def _planned(
     from gruckpt.plan.budget import limit_bytes, estimate, fit
     from gruckpt.plan.segment import Plan
     from gruckpt.quant.prepare import fit_rounded
-    counted = how['backend'] in _COUNTED
-    if o.memory_limit is not None and not counted:
-        raise ValueError(f'--memory-limit counts steps by {", ".join(_COUNTED)}, got --backend '
-                         f'{how["backend"]}; give --segments in its place')
-    def without(plan): return int(estimate(spec, o.batch_size, plan, **how).total) if counted else None
+    def without(plan): return int(estimate(spec, o.batch_size, plan, **how).total)
     def fastest(limit): return fit(spec, o.batch_size, o.steps, max(1, limit), **how)
     def rounded(limit): return fit_rounded(fastest, without, bytes_of, limit)[0]
     bytes_of, within = (without, fastest) if count is None else (count, rounded)
@@ -219,11 +213,11 @@ def _rounded_bytes(
     from gruckpt.quant.prepare import step_bytes
     from gruckpt.training.optimizer_step import OPTIMIZERS
     here = how['world_size'] == 1 and o.device.type == 'cpu' and config.precision != 'float16'
-    here = here and how['backend'] in _COUNTED
+    here = here and 'graph' not in how['backend']
     if not here or 'teacher_forcing' in how:
         if o.memory_limit is None: return lambda plan: None
         raise ValueError('--memory-limit with --use-qat counts steps of one process on a CPU, not float16, '
-                         f'by {", ".join(_COUNTED)}, with true inputs; give --segments in its place')
+                         'by a backend that does not record, with true inputs; give --segments in its place')
     optimizer = partial(OPTIMIZERS[config.optimizer], lr=config.lr)
     @cache
     def count(plan):

@@ -216,7 +216,7 @@ PAGES = {'graph': 'gruckpt.engine.graph', 'triton': 'gruckpt.engine.triton',
          'graph+triton': 'gruckpt.engine.triton'}    # backends that are loaded when a person asks for them
 
 # %% ../../nbs/engine/00_cells.ipynb #4a213e6c
-NAMES = 'auto', 'eager', 'torch', *PAGES, *(f'torch+{name}' for name in PAGES)    # that a person can ask for
+NAMES = 'auto', 'eager', 'torch', *PAGES, *(f'torch+{o}' for o in ('eager', *PAGES))   # that one can ask for
 
 @cache
 def triton_runs() -> bool:

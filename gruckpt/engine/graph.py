@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['MOST_LENGTHS', 'MOST_IDLE', 'Proof', 'Checked', 'Captured', 'Place', 'Shape', 'Buffers', 'take_buffers', 'give_back',
-           'release_buffers', 'idle_bytes', 'GraphDesk', 'graph_over', 'Recording']
+           'release_buffers', 'idle_tensors', 'idle_bytes', 'passing_buffers', 'GraphDesk', 'graph_over', 'Recording']
 
 # %% ../../nbs/engine/11_graph.ipynb #172fdc61
 from collections import OrderedDict
+from contextlib import contextmanager
 from functools import cache, partial
 from math import prod
 from threading import Lock
@@ -288,9 +289,19 @@ def release_buffers() -> int:
         _idle.clear()
     return n
 
-def idle_bytes() -> int:
-    "In idle buffers"
-    with _lock: return sum(t.numel() * t.itemsize for o in _idle for t in o.tensors())
+def idle_tensors() -> list:
+    "Of all idle buffers"
+    with _lock: return [t for o in _idle for t in o.tensors()]
+
+def idle_bytes() -> int: "In idle buffers"; return sum(t.numel() * t.itemsize for t in idle_tensors())
+
+@contextmanager
+def passing_buffers():
+    "Inside, as for an evaluation: sets that are made here are let go at the end, and those from before stay"
+    with _lock: before = [*_idle]
+    try: yield
+    finally:
+        with _lock: _idle[:] = before
 
 # %% ../../nbs/engine/11_graph.ipynb #5e1efdb7
 def _advance(desk:'GraphDesk', gates, prev, new, order):

@@ -392,6 +392,7 @@ def _run(rnn:_Recurrent, read:dict, x, states:list, asked:_Asked, batch_sizes=No
     return x, [torch.cat(f) for f in zip(*finals)]
 
 _Recurrent._read_only_output = False     # True: nobody writes into the output, so it may be lent
+_Recurrent._record = True                # may 'auto' take a backend that records?
 
 def _lent(rnn:_Recurrent, out, packed:bool, asked:_Asked) -> bool:
     "Is the output a view of the states that are kept for the backward pass?"
@@ -460,7 +461,7 @@ def _call(
         with plain(): return _call(uncut, x, states, asked)
     if not is_plain(): refuse_transforms('this layer')
     if asked.keep is not None: keep_each(checked_keep('keep', asked.keep), rnn.num_layers)
-    asked, read = asked._replace(seed=_dropout_seed(rnn, asked.seed)), _read_all(rnn)
+    asked, read = asked._replace(seed=_dropout_seed(rnn, asked.seed), record=rnn._record), _read_all(rnn)
     if isinstance(x, PackedSequence): return _run_packed(rnn, read, x, states, asked)
     n_dims = x.dim()
     if n_dims not in (2, 3):

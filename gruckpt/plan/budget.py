@@ -471,10 +471,11 @@ class _Caps:
     "Longest segment of one role that fits, for any number of bytes and of segments before it"
     curves: list    # (bytes a further segment before it adds, knots, bytes there, bytes a step from there)
     n_steps: int
+    longest: int|None = None    # steps that a segment may have; None: all
 
     def __call__(self, room, before) -> np.ndarray:
         "Steps, 0 if not even one; `room` in bytes and `before` may be arrays"
-        most = self.n_steps
+        most = self.longest or self.n_steps
         for more, knots, sums, slopes in self.curves:
             left = np.asarray(room - more*(before - 1))
             at = sums.searchsorted(left, 'right') - 1
@@ -609,7 +610,8 @@ class _Planner:
         self.lines, self.caps_of = cache(lambda role: _lines(self, role)), cache(self._caps_of)
         self.row = lru_cache(64)(lambda *args: _row(self, *args))
         one, two = (_beside_of(spec, k, **how) for k in (1, 2))
-        self.each, self.beside = two - one, one
+        self.each, self.beside, self.longest = two - one, one, n_steps
+        self.held = cache(lambda longest: _held(self, longest))
 
     def seconds(self, plan) -> float: return seconds_of(self.spec, self.batch, plan, self.rates, **self.how)
     def bytes(self, plan:Plan) -> int: return int(estimate(self.spec, self.batch, plan, **self.how).total)
@@ -617,6 +619,14 @@ class _Planner:
     def caps(self, role:str, keep:tuple) -> _Caps: return self.caps_of(role)[keep]
     def _caps_of(self, role:str) -> dict:
         return dict(zip(self.of[role], _caps(*_sums_of(self, role), self.n_steps)))
+
+    def within(self, longest:int) -> '_Planner':
+        "The same where no segment has more than so many steps"
+        if longest >= self.n_steps: return self
+        found, caps = copy.copy(self), self.caps_of
+        found.longest, found.row = longest, lru_cache(64)(lambda *args: _row(found, *args))
+        found.caps_of = cache(lambda role: {k: replace(o, longest=longest) for k, o in caps(role).items()})
+        return found
 
     @cached_property
     def rates(self) -> Rates: return self.given or RATES[self.how.get('device', 'cpu')]
@@ -698,6 +708,29 @@ def _lines(o:_Planner, role:str) -> dict:
     chunk = counts[..., 2] - one - o.c*step
     parts = [o.rates.seconds(Work(*part)).tolist() for part in (step, chunk, one - step - chunk)]
     return dict(zip(words, map(_Line, *parts)))
+
+# %% ../../nbs/plan/01_budget.ipynb #cc48af09
+def _lengths(most:int) -> list:
+    "Lengths below `most` that are looked at, the longest first"
+    found = {*range(1, 17)} | {2**k * n // 4 for k in range(4, most.bit_length()) for n in (4, 5, 6, 7)}
+    return sorted((n for n in found if n < most), reverse=True)
+
+def _held(o:_Planner, longest:int) -> int:
+    "Bytes of static buffers where the longest segment has so many steps"
+    n_steps = longest if o.how.get('sampling') is None else o.n_steps    # inputs may be drawn in stretches
+    first, *_ = estimate(o.spec, o.batch, Plan(n_steps, longest), **o.how).moments.values()
+    return int(first.get('static buffers', 0))
+
+def _longest(o:_Planner) -> list:
+    "Steps that the longest segment may have, from all down; where no buffers are held, all"
+    return [o.n_steps, *(_lengths(min(o.n_steps, o.c)) if o.held(o.n_steps) else ())]
+
+def _no_faster(o:_Planner, longest:int) -> float:
+    "Seconds that no plan beats whose segments have at most so many steps"
+    if longest >= o.n_steps: return 0.
+    (earlies, lates), k = o.choices, _ceil(o.n_steps, longest) - 1
+    return min(min(o.line('middle', keep)(o.n_steps - n, k, k) for keep in earlies)
+               + min(o.line('last', keep)(n, 1) for keep in lates) for n in (1, longest))
 
 # %% ../../nbs/plan/01_budget.ipynb #c0de800a
 _SAME = 1 + 1e-12    # seconds nearer than that are equal
@@ -881,16 +914,22 @@ def fit(
     raise DoesNotFit(spec, batch, n_steps, limit, **how)
 
 def _fitting(spec, batch:int, n_steps:int, limit:int, rates:Rates|None=None, **how) -> Plan|None:
-    o, room = _planner(spec, batch, n_steps, rates, **how), limit
-    plan = _best(o, room)
-    while plan is not None and 'backend' in how and (over := o.bytes(plan) - limit) > 0:
-        room -= over            # buffers are as long as the longest segment, which one alone does not know
-        plan = _best(o, room)
-    return plan
+    return _best(_planner(spec, batch, n_steps, rates, **how), limit)
 
 def _best(o:_Planner, limit:int) -> Plan|None:
     "The fastest plan within `limit`"
-    whole, cut, T = next((u for u in o.timed if u[1] <= limit), None), [], o.n_steps
+    found, (whole, *shorter) = [], _longest(o)
+    if not shorter: return _best_within(o, limit - o.held(whole))
+    for longest in (whole, *shorter):
+        if found and _no_faster(o, longest) > min(found)[0]: break
+        plan = _best_within(o.within(longest), limit - o.held(longest))
+        if plan is not None: found.append((o.seconds(plan), o.bytes(plan), len(found), plan))
+    return min(found)[-1] if found else None
+
+def _best_within(o:_Planner, limit:int) -> Plan|None:
+    "The same of segments as long as they may be, with `limit` for all but static buffers"
+    T, cut = o.n_steps, []
+    whole = next((u for u in o.timed if u[1] <= limit), None) if o.longest == T else None
     if T > 1 and (whole is None or whole[0] > o.timed[0][0]*_SAME):
         cut = _cheapest(o, limit - o.beside, np.inf if whole is None else whole[0])
     if whole is not None and (not cut or whole[0] <= cut[0].seconds*_SAME): return Plan(T, T, whole[2])
@@ -901,8 +940,21 @@ def _best(o:_Planner, limit:int) -> Plan|None:
 def _fits(spec, batch:int, n_steps:int, limit:int, **how) -> bool:
     "Is there a plan within `limit`? If any, then one that keeps states only, but perhaps the head's gradient"
     o = _planner(spec, batch, n_steps, states=True, **_there(spec, how))
-    if min(o.uncut)[0] <= limit: return True
-    return n_steps > 1 and any(_some_fit(o, late, limit - o.beside) for late in o.choices[1])
+    return any(_fits_within(o.within(longest), limit - o.held(longest)) for longest in _longest(o))
+
+def _fits_within(o:_Planner, limit:int) -> bool:
+    "The same of segments as long as they may be, with `limit` for all but static buffers"
+    if o.longest == o.n_steps and min(o.uncut)[0] <= limit: return True
+    return o.n_steps > 1 and any(_some_fit(o, late, limit - o.beside) for late in o.choices[1]
+                                 if not _hopeless(o, late, limit - o.beside))
+
+def _hopeless(o:_Planner, late:tuple, limit:int) -> bool:
+    "Is there no room for the cuts before a last segment of one step, were all others as long as the first?"
+    early, = o.choices[0]
+    first, last = (int(caps(limit - o.each, 1)) for caps in (o.caps('first', early), o.caps('last', late)))
+    if first < 1 or last < 1: return True
+    k = max(1, _ceil(o.n_steps - last, first))
+    return o.caps('last', late)(limit - o.each*k, k) < 1
 
 def _some_fit(o:_Planner, late:tuple, limit:int) -> bool:
     "Does a plan of several segments fit whose last one keeps this?"
@@ -1038,7 +1090,7 @@ def frontier(
     "The fastest plans from the fewest bytes to the most that help; fewer seconds with each row"
     import pandas as pd                      # here: a count without a table does not load it
     o = _planner(spec, batch, n_steps, rates, **how)
-    low, high = o.bytes(_least(spec, batch, n_steps, **how)), o.timed[0][1]
+    low, high = o.bytes(_least(spec, batch, n_steps, **how)), o.timed[0][1] + o.held(n_steps)
     limits = np.geomspace(low, max(low, high), max(n, 2)).round().astype(int).tolist()
     plans = dict.fromkeys(_best(o, max(low, limit)) for limit in [*limits[:-1], max(low, high)])
     rows = [(o.bytes(p), o.seconds(p), p) for p in plans]

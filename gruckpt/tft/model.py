@@ -261,6 +261,7 @@ def _told(
     "An LSTM that keeps what the tier says"
     told = copy.copy(rnn)
     told.keep, told.seg_len = ('hidden', tier.seg_len) if again else ('gates', None)
+    told._record = False           # buffers of recordings are in no tier's count
     return told
 
 def _shifted(t:torch.Tensor, by:torch.Tensor) -> torch.Tensor:

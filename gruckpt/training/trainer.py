@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..engine.cells import PAGES
+from ..engine.graph import idle_tensors, passing_buffers, release_buffers
 from ..engine.recurrent import use_backend
 from .evaluation import moved, why_halted
 from ..measure.meter import GPUState, Meter, gpu_state, human
@@ -87,6 +86,7 @@ def _prepare(trainer:Trainer):
     params = [p for p in o.model.parameters() if p.requires_grad]
     if not params: raise ValueError('the model has no parameter that requires grad; unfreeze some')
     check_weights(params, o.config.precision)
+    release_buffers()                                                # of a run before
     use_backend(o.model, o.config.backend)
     o.device = params[0].device
     o.optimizer = OPTIMIZERS[o.config.optimizer](params, lr=o.config.lr, weight_decay=o.config.weight_decay)
@@ -144,7 +144,7 @@ def _undo(trainer:Trainer, randomness:dict, before:dict):
     for p in [p for p in o.optimizer.state if not before[p][1]]: del o.optimizer.state[p]
     o.optimizer.zero_grad()
     set_random_state(randomness)
-    if page := sys.modules.get(PAGES['graph']): page.release_buffers()     # of chunks that will be shorter
+    release_buffers()                                                # of chunks that will be shorter
     if o.device.type == 'cuda': torch.cuda.empty_cache()
 
 _NO_ROOM = ('CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_ALLOC_FAILED',
@@ -217,7 +217,7 @@ def _meter(
     o, every = trainer, trainer.config.measure_every
     if o.device.type == 'cuda': return Meter(device=o.device)
     if o.device.type != 'cpu' or every is None or (o.step + 1) % every: return nullcontext()
-    return Meter(o.model, o.optimizer, window, o.carried)
+    return Meter(o.model, o.optimizer, window, o.carried, idle_tensors())
 
 def _one_step(
     trainer:Trainer,   # changed: weights, optimizer, step, carried state
@@ -265,7 +265,8 @@ def _evaluated(
 ) -> float:            # the judge's first number
     "Ask the judge; the generators are left where they are"
     o, state = trainer, random_state()
-    numbers = {name: float(value) for name, value in every_rank(o.judge(o.model))[0].items()}
+    with passing_buffers(): found = every_rank(o.judge(o.model))[0]
+    numbers = {name: float(value) for name, value in found.items()}
     set_random_state(state)
     row = {'step': o.step, 'epoch': epoch, 'teacher_forcing': knobs.get('teacher_forcing')}
     if not numbers or row.keys() & numbers.keys():
