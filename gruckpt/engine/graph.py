@@ -173,10 +173,9 @@ def _products() -> tuple:
     return (o.fp32_precision, o.allow_fp16_accumulation, o.allow_fp16_reduced_precision_reduction,
             o.allow_bf16_reduced_precision_reduction)
 
-_READ = 'w_h', 'gain', 'w_r'     # weights that walks read
-
 # %% ../../nbs/engine/11_graph.ipynb #1e57d311
 MOST_LENGTHS = 16     # recordings over one set of buffers
+_READ = 'w_h', 'gain', 'w_r'     # weights that walks read
 
 class Buffers:
     "Static memory of a shape for chunks of up to `steps`, and what was recorded over it"

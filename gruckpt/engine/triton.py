@@ -23,9 +23,7 @@ try:
 except ImportError: triton, tl = None, SimpleNamespace(constexpr=None)     # who asks for the backend is told
 
 # %% ../../nbs/engine/12_triton.ipynb #2a143dd8
-def _jit(f, plain=()):
-    "A kernel; of numbers that are `plain` nothing is built into it: one kernel for all their values"
-    return f if triton is None else triton.jit(f, do_not_specialize=plain)
+def _jit(f, plain=()): return f if triton is None else triton.jit(f, do_not_specialize=plain)
 
 @_jit
 def _tanh(x): return 2*tl.sigmoid(2*x) - 1       # the interpreter has no other
@@ -405,7 +403,7 @@ _register('triton', _GRUS, _gru_advance, _gru_reverse, _gru_rebuild, _gru_factor
 _register('triton', ('lstm',), _lstm_advance, _lstm_reverse, _lstm_rebuild, _lstm_factors_of)
 
 # %% ../../nbs/engine/12_triton.ipynb #66dd529f
-@partial(_jit, plain=('seed', 'start', 'layer', 'cut'))      # seeds and steps change all the time
+@partial(_jit, plain=('seed', 'start', 'layer', 'cut'))      # one kernel for all their values
 def _mask(OUT, seed, start, layer, cut, s0, s1, s2, R, I, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     "Masks of one row of one step, 8 columns a group"
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
