@@ -259,7 +259,7 @@ _BLOCK = 2 << 20
 
 # %% ../../nbs/engine/11_graph.ipynb #ca4bd9e4
 MOST_IDLE = 4
-_idle, _lock = [], Lock()     # sets that nobody works in, the last used last
+_idle, _busy, _lock = [], set(), Lock()     # sets that nobody works in, the last used last; and the others
 
 def take_buffers(
     shape:Shape,    # what they are for
@@ -269,8 +269,12 @@ def take_buffers(
     with _lock:
         fitting = [o for o in _idle if o.shape == shape]
         for o in fitting[-1:]: _idle.remove(o)
-    if fitting and fitting[-1].steps >= steps: return fitting[-1]
-    return Buffers(shape, steps)
+        if fitting and fitting[-1].steps >= steps:
+            _busy.add(fitting[-1])
+            return fitting[-1]
+    made = Buffers(shape, steps)
+    with _lock: _busy.add(made)
+    return made
 
 # %% ../../nbs/engine/11_graph.ipynb #43918c0f
 def give_back(
@@ -278,6 +282,7 @@ def give_back(
 ) -> None:
     "Keep them for the next pass of their shape"
     with _lock:
+        _busy.discard(buffers)
         _idle.append(buffers)
         del _idle[:-MOST_IDLE]
 
@@ -300,7 +305,7 @@ def passing_buffers():
     with _lock: before = [*_idle]
     try: yield
     finally:
-        with _lock: _idle[:] = before
+        with _lock: _idle[:] = [o for o in before if o not in _busy]     # those come back by themselves
 
 # %% ../../nbs/engine/11_graph.ipynb #5e1efdb7
 def _advance(desk:'GraphDesk', gates, prev, new, order):
