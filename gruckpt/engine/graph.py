@@ -13,7 +13,7 @@ from functools import cache, partial
 from math import prod
 from threading import Lock
 from typing import NamedTuple
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -259,7 +259,7 @@ _BLOCK = 2 << 20
 
 # %% ../../nbs/engine/11_graph.ipynb #ca4bd9e4
 MOST_IDLE = 4
-_idle, _busy, _lock = [], set(), Lock()     # sets that nobody works in, the last used last; and the others
+_idle, _busy, _lock = [], WeakSet(), Lock()     # sets that nobody works in, the last used last; and the others
 
 def take_buffers(
     shape:Shape,    # what they are for
