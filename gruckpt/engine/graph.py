@@ -259,7 +259,7 @@ _BLOCK = 2 << 20
 
 # %% ../../nbs/engine/11_graph.ipynb #ca4bd9e4
 MOST_IDLE = 4
-_idle, _busy, _lock = [], WeakSet(), Lock()     # sets that nobody works in, the last used last; and the others
+_idle, _busy, _lock = [], WeakSet(), Lock()   # sets that nobody works in, the last used last; and the others
 
 def take_buffers(
     shape:Shape,    # what they are for
