@@ -26,7 +26,7 @@ def compiled(kernel, dtype, capability, constants):
              for n in kernel.arg_names}
     made = triton.compile(ASTSource(fn=kernel, signature=kinds, constexprs=constants),
                           target=GPUTarget('cuda', capability, 32),
-                          options={'num_warps': 8 if constants['BLOCK'] > 1024 else 4})
+                          options={'num_warps': max(1, min(8, constants['BLOCK'] // 256))})
     newer = PTXAS/'ptxas-blackwell'           # knows the PTX that this Triton writes, and older GPUs too
     ptxas = newer if newer.exists() else PTXAS/'ptxas'
     with tempfile.TemporaryDirectory() as folder:

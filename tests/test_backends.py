@@ -5,6 +5,7 @@ import importlib
 import itertools
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from gruckpt.charlm import model as charlm
 from gruckpt.charlm.model import GRULM, GRUSpec
 from gruckpt.charlm.text import Batch, TokenStream
 from gruckpt.commands.cli import main
-from gruckpt.engine import graph
+from gruckpt.engine import fused, graph
 from gruckpt.engine.cells import NAMES, PAGES, GRUCell, LSTMCell
 from gruckpt.engine.convert import convert
 from gruckpt.engine.layer import MASKS
@@ -520,3 +521,59 @@ def test_a_trainer_tells_the_layers_and_lets_buffers_go():
     assert model.rnn.backend == 'graph' and [r.step for r in trainer.steps()] == [1]
     assert seen == [0] and trainer.plan.n_segments == 4
     graph.release_buffers()
+
+
+# ---- what cuDNN asks for, by stand-ins: no GPU was at hand ----
+
+@pytest.mark.parametrize('keep', ['hidden', 'gates'])
+@pytest.mark.parametrize('make', [GRU, LSTM])
+def test_weights_that_autocast_casts_are_laid_out_once_a_pass(make, keep, monkeypatch):
+    torch.manual_seed(0)
+    rnn, x, laid = make(5, 6, 2, seg_len=4, keep=keep, backend='torch'), torch.randn(12, 3, 5), []
+    def results():
+        rnn.zero_grad()
+        with torch.autocast('cpu', torch.bfloat16): out = rnn(x)[0]
+        out.float().square().sum().backward()
+        return [out.detach(), *[p.grad for p in rnn.parameters()]]
+    want = results()
+    def in_one_piece(weights, *sizes):
+        "As torch's: new places, one after the other"
+        whole, start = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype), 0
+        for w in weights:
+            part = whole[start:start + w.numel()].view_as(w).copy_(w)
+            start += w.numel()
+            w.set_(part)
+        laid.append(sizes)
+    monkeypatch.setattr(fused, '_by_cudnn', lambda weights: True)
+    monkeypatch.setattr(fused, 'get_cudnn_mode', lambda kind: kind)
+    monkeypatch.setattr(torch, '_cudnn_rnn_flatten_weight', in_one_piece)
+    for a, b in zip(results(), want, strict=True): assert torch.equal(a, b)
+    assert [(a_place, n_in, D, L, both) for a_place, n_in, _, D, _, L, _, both in laid] == [
+        (4, n_in, 6, 1, False) for n_in in (5, 6, 5, 6)]            # forward, and on the way back
+
+
+def test_cudnn_is_handed_states_in_one_piece(monkeypatch):
+    rnn, x = GRU(5, 6, 2, backend='torch'), torch.randn(7, 3, 5)
+    h0, own, seen = torch.randn(6, 3, 2).permute(2, 1, 0), torch._VF.gru, []
+    def gru(x, hx, *args):
+        seen.append(hx.is_contiguous())
+        return own(x, hx, *args)
+    monkeypatch.setattr(torch._VF, 'gru', gru)
+    assert not h0.is_contiguous()
+    for rnn.keep in ('hidden', 'gates', ('hidden', 'gates')):
+        rnn(x, h0)[0].sum().backward()
+        with torch.no_grad(): rnn(x, h0)
+    assert all(seen) and len(seen) == 10
+
+
+@pytest.mark.parametrize('dtype, version, miopen, enabled, want', [
+    (torch.float32, 90000, False, True, True), (torch.bfloat16, 91300, False, True, True),
+    (torch.bfloat16, 91002, False, True, False), (torch.float32, 91300, True, True, False),
+    (torch.float32, 91300, False, False, False)])
+def test_whose_weights_are_laid_out(dtype, version, miopen, enabled, want, monkeypatch):
+    cudnn, w = torch.backends.cudnn, types.SimpleNamespace(is_cuda=True, dtype=dtype, device='cuda:1')
+    monkeypatch.setattr(fused, 'is_fake', lambda t: False)
+    monkeypatch.setattr(torch, '_use_cudnn_rnn_flatten_weight', lambda: not miopen)
+    monkeypatch.setattr(cudnn, 'version', lambda: version)
+    monkeypatch.setattr(cudnn, 'is_acceptable', lambda t: t.dtype != torch.bfloat16)
+    with cudnn.flags(enabled=enabled): assert fused._by_cudnn([w, w]) == want

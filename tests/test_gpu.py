@@ -168,6 +168,9 @@ def test_launches_of_a_tft_with_225_columns(drawn_by_a_kernel):
 def test_libraries_that_find_no_room_say_so_in_words():
     assert no_room(torch.OutOfMemoryError('CUDA out of memory'))
     assert no_room(RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED'))
+    assert no_room(RuntimeError('cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED'))
+    assert no_room(RuntimeError('CUDA error: out of memory'))
+    assert no_room(RuntimeError('Triton Error [CUDA]: out of memory'))
     assert no_room(RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`'))
     assert not no_room(RuntimeError('CUDA error: an illegal memory access was encountered'))
 

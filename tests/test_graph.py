@@ -1,8 +1,11 @@
 """Walks recorded over static buffers and replayed: the eager gradients; what a capture needs."""
 import copy
+import gc
 import importlib
 import pickle
 import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +117,15 @@ def test_no_grad_retain_graph_and_two_steps():
     first = torch.autograd.grad(loss, [*rnn.parameters()], retain_graph=True)
     rnn(2 * x)[0].sum().backward()                                               # another pass in between
     same(torch.autograd.grad(loss, [*rnn.parameters()]), first, 0)
+
+
+def test_buffers_made_in_inference_mode_serve_outside():
+    torch.manual_seed(0)
+    x, rnn = torch.randn(11, 3, 5), gruckpt.GRU(5, 6, 2, norm='state', chunk_len=4, backend='graph')
+    with torch.inference_mode(): out = rnn(x)[0]
+    assert len(graph._idle) == 1
+    same(both(rnn, x)[:1], [out], 0)
+    with torch.inference_mode(): same(rnn(x)[:1], [out], 0)
 
 
 def test_a_backward_pass_in_another_thread_is_bit_equal():
@@ -378,3 +390,82 @@ def test_fake_tensors_pass_through_and_leave_nothing(backend, monkeypatch):
         x = torch.randn(11, 3, 5, requires_grad=True)
         rnn(x)[0].sum().backward()
     assert x.grad.shape == x.shape and not graph._idle
+
+
+# ---- what CUDA would be asked for, by stand-ins: no GPU was at hand ----
+
+@pytest.fixture
+def cuda(monkeypatch):
+    "What happened, in order; `cuda.fails` raises inside a capture, whose end then fails too, as CUDA's does"
+    did = SimpleNamespace(log=[], current='main', fails=None, n=0)
+    def number():
+        did.n += 1
+        return did.n
+    class CUDAGraph:
+        def replay(self): did.log.append('replay')
+        def reset(self): did.log.append('reset')
+    @contextmanager
+    def stream(s):
+        before, did.current = did.current, s
+        try: yield
+        finally: did.current = before
+    @contextmanager
+    def capture(made, pool, stream, capture_error_mode):
+        did.log.append(('capture', pool, stream, capture_error_mode))
+        assert did.current == stream and graph._recording.locked()
+        did.current = f'{stream} inside'
+        yield
+        if did.fails is not None: raise did.fails                  # and the stream stays
+        did.current = stream
+    for name, what in dict(CUDAGraph=CUDAGraph, stream=stream, graph=capture, graph_pool_handle=number,
+                           Stream=lambda device: f'stream {number()}').items():
+        monkeypatch.setattr(torch.cuda, name, what)
+    monkeypatch.setattr(graph, '_streams', {})
+    return did
+
+
+def test_the_first_call_runs_the_second_is_captured_the_third_replays(cuda):
+    captured, n = graph.Captured(graph.Place('cuda:0')), iter(range(9))
+    assert [captured(lambda: next(n), []) for _ in range(4)] == [0, 1, 2, 2]    # 2: what the capture made
+    assert cuda.log == [('capture', 2, 'stream 1', 'thread_local'), 'replay', 'replay']
+    assert cuda.current == 'main'
+
+
+@pytest.mark.parametrize('error', [torch.OutOfMemoryError('CUDA out of memory'), RuntimeError('invalidated')])
+def test_a_capture_that_fails_leaves_the_stream_and_no_pool_behind(cuda, error):
+    o = graph.Buffers(graph.Shape(EAGER, GRUCell(), 4, 2, (4,), (), torch.float64, torch.device('cpu'), 0), 3)
+    o.place = before = graph.Place('cuda:0')
+    o.forget = lambda: (o.replays.clear(), setattr(o, 'place', graph.Place('cuda:0')))   # as on CUDA
+    for what in ('a', 'a'): o.replay((what,), lambda: 1)
+    cuda.fails = error
+    o.replay(('b',), lambda: 1)
+    with pytest.raises(RuntimeError, match='out of memory|this chunk, which failed: invalidated'):
+        o.replay(('b',), lambda: 1)
+    assert cuda.current == 'main' and not graph._recording.locked()
+    assert not o.replays and o.place.pool != before.pool and o.place.stream != before.stream
+    cuda.fails = None
+    assert [o.replay(('b',), lambda: 1) for _ in range(3)] == [1]*3 and cuda.log[-1] == 'replay'
+
+
+def test_no_two_places_share_a_stream_and_a_place_goes_as_a_whole(cuda):
+    first, second = graph.Place('cuda:0'), graph.Place('cuda:0')
+    assert first.stream != second.stream
+    captured = graph.Captured(first)
+    for _ in range(2): captured(lambda: 1, [])
+    used = first.stream
+    del first
+    gc.collect()
+    assert 'reset' not in cuda.log                              # a recording holds its place
+    del captured
+    gc.collect()
+    assert cuda.log[-1] == 'reset'
+    assert graph.Place('cuda:0').stream == used                 # free again
+
+
+def test_buffers_know_how_matmuls_round():
+    o, (rnn, x) = torch.backends.cuda.matmul, (gruckpt.GRU(3, 4, backend='graph'), torch.randn(5, 2, 3))
+    before = o.fp32_precision
+    try:
+        for o.fp32_precision in ('ieee', 'tf32', 'ieee'): rnn(x)
+    finally: o.fp32_precision = before
+    assert [b.shape.products[0] for b in graph._idle] == ['tf32', 'ieee']

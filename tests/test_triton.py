@@ -94,6 +94,20 @@ def test_a_gradient_that_is_not_contiguous():
     for other in found[1:]: same(other, found[0], 1e-10)
 
 
+@every_cell
+def test_a_gradient_at_the_state_that_lies_otherwise(cell):
+    "One that came through a transpose: it was read row after row, and the gradients were others."
+    torch.manual_seed(0)
+    x, m = torch.randn(3, 2, 3).double(), torch.randn(cell.n_states, 1, 4, 2).double()
+    rnn, found = layers_of(cell, 3, 4, chunk_len=2, dtype=torch.float64), []
+    for rnn.backend in ('eager', 'triton', 'graph+triton'):
+        states = rnn(x)[1]
+        states = [states] if torch.is_tensor(states) else states
+        loss = sum((s.transpose(1, 2) * k).sum() for s, k in zip(states, m))
+        found.append(torch.autograd.grad(loss, [*rnn.parameters()]))
+    for other in found[1:]: same(other, found[0], 1e-10)
+
+
 def test_rows_wider_than_a_block():
     torch.manual_seed(0)
     x, rnn = torch.randn(2, 2, 3).double(), gruckpt.GRU(3, 1100).double()
@@ -104,7 +118,9 @@ def test_rows_wider_than_a_block():
 @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=str)
 def test_masks_are_the_same_bits(dtype):
     for mask, t, sizes in ((DropoutMask(.3, 2**62 + 12345, 2, 7), 5, (2, 2, 21)),
-                           (DropoutMask(.5, 3, 0, 2**32 - 1), 0, (2, 1, 2, 8))):
+                           (DropoutMask(.5, 3, 0, 2**32 - 1), 0, (2, 1, 2, 8)),
+                           (DropoutMask(.5, 2**64 - 3, 1, 0), 0, (2, 2, 8)),
+                           (DropoutMask(.5, -3, 1, 0), 1, (2, 2, 8))):
         assert torch.equal(page().draw_mask(mask, t, torch.empty(sizes, dtype=dtype)),
                            mask.scale(t, torch.empty(sizes, dtype=dtype)))
 
@@ -153,3 +169,36 @@ def test_compiled_for_gpus_that_are_not_here():
     assert {int(cap) for _, cap, *_ in found} == {80, 86, 90, 100}
     for name, cap, dtype, registers, *spills in found:
         assert int(registers) <= 128 and not any(map(int, spills)), (name, cap, dtype, registers, spills)
+
+
+def test_kernels_start_where_their_tensors_lie(monkeypatch):
+    "Triton takes the current device, which need not be that of the tensors."
+    at, triton = [], page()
+    class device_of:
+        def __init__(self, t): self.t = t
+        def __enter__(self): at.append(self.t)
+        def __exit__(self, *error): at.append('back')
+    class Kernel:
+        arg_names = []
+        def __getitem__(self, grid): return lambda *args, **options: at.append((grid, options['num_warps']))
+    monkeypatch.setattr(torch.cuda, 'device_of', device_of)
+    for D, warps in ((16, 1), (256, 1), (600, 4), (2048, 8), (9000, 8)):
+        x = torch.empty(2, D)
+        triton._launch(Kernel(), 2, x, D, True)
+        assert at[0] is x and at[1:] == [((2, 1), warps), 'back']
+        at.clear()
+
+
+def test_what_lies_otherwise_is_refused():
+    gates, h = torch.zeros(2, 12), torch.zeros(4, 2).t()
+    with pytest.raises(RuntimeError, match=r"got H of shape \(2, 4\) with strides \(1, 2\)"):
+        page().OPS['gru_reset'](gates, h, torch.empty(2, 4))
+
+
+def test_a_seed_builds_no_kernel():
+    "Triton would build one for a number that 16 divides, one for 1, and one for all others."
+    env = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
+    asked = ('from gruckpt.engine.triton import _mask\n'
+             'print([p.name for p in _mask.params if p.do_not_specialize])')
+    run = subprocess.run([sys.executable, '-c', asked], env=env, text=True, capture_output=True)
+    assert run.stdout.strip() == "['seed', 'start', 'layer', 'cut']", run.stderr

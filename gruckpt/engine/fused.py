@@ -11,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import get_gradient_edge
 from torch.backends.cudnn.rnn import get_cudnn_mode
 
@@ -32,11 +33,40 @@ def _op_of(job:LayerRun, flat:list, n_layers:int=1, both:bool=False) -> _Op:
     "A layer and direction has two matrices, and may have two biases and a projection"
     return _Op(job.cell.form == 'lstm', len(flat) // (n_layers * (1 + both)) > 3, n_layers, both)
 
+def _flat(w:CellWeights) -> list:
+    "The weights of a layer and direction as torch's op takes them"
+    return [t for t in (w.w_i, w.w_h, w.b_i, w.b_h, w.w_r) if t is not None]
+
+def _state(job:LayerRun, s) -> torch.Tensor:
+    "A state as the op takes it: cuDNN wants it contiguous"
+    return s.to(job.dtype).contiguous()
+
 def _call(op:_Op, x, states:list, flat:list, train:bool, batch_sizes=None) -> tuple:
     "Torch's op: the output, and the states after it, (layers and directions) x B x width"
     run, args = torch._VF.lstm if op.lstm else torch._VF.gru, (flat, op.bias, op.n_layers, 0., train, op.both)
     hx = states if op.lstm else states[0]
     return run(x, hx, *args, False) if batch_sizes is None else run(x, batch_sizes, hx, *args)
+
+# %% ../../nbs/engine/10_fused.ipynb #358cf618
+def _by_cudnn(weights:list) -> bool:
+    "Does cuDNN run a call with these weights? It does not where torch is built with MIOpen"
+    first, cudnn, kinds = weights[0], torch.backends.cudnn, {(t.dtype, t.device) for t in weights}
+    if len(kinds) > 1 or not first.is_cuda or is_fake(first): return False
+    if not torch._use_cudnn_rnn_flatten_weight() or not cudnn.enabled: return False
+    return cudnn.version() >= 91300 if first.dtype == torch.bfloat16 else cudnn.is_acceptable(first)
+
+def _lay_out(op:_Op, weights:list):
+    "Give the weights of a call new places, one after the other as cuDNN reads them"
+    (G, n_in), R, mode = weights[0].shape, weights[1].shape[1], get_cudnn_mode('LSTM' if op.lstm else 'GRU')
+    D, a_place = G // (4 if op.lstm else 3), len(weights) // (op.n_layers * (1 + op.both))
+    with torch.no_grad(), torch.cuda.device_of(weights[0]):
+        sizes = n_in, mode, D, R if R != D else 0, op.n_layers
+        torch._cudnn_rnn_flatten_weight(weights, a_place, *sizes, False, op.both)
+
+def _lay_out_cast(op:_Op, weights:list, cast:list):
+    "Give weights that were cast for a call one piece, unless they have it from the segment before"
+    if cast[0] is weights[0] or len({t.untyped_storage()._cdata for t in cast}) == 1: return
+    if _by_cudnn(cast): _lay_out(op, cast)
 
 # %% ../../nbs/engine/10_fused.ipynb #7bd0fe92
 def _seen(job:LayerRun, x, gain) -> torch.Tensor:
@@ -95,8 +125,8 @@ class RecordNode(torch.autograd.Function):
         states, flat, needs = tensors[:n_states], tensors[n_states:], ctx.needs_input_grad[4:]
         ctx.slots = weight_slots(ctx.sink, [x_gain, *flat])
         gain, *cast = [cast_weight(t, job.dtype, slot) for t, slot in zip([x_gain, *flat], ctx.slots)]
-        if x.is_cuda and job.dtype != flat[0].dtype: _lay_out(op, cast)
-        read = [_seen(job, x, gain), *[s.to(job.dtype) for s in states], *cast]
+        _lay_out_cast(op, flat, cast)
+        read = [_seen(job, x, gain), *[_state(job, s) for s in states], *cast]
         with torch.autocast(x.device.type, enabled=False), torch.enable_grad():
             leaves = [t.detach().requires_grad_(n) for t, n in zip(read, [needs[0] or needs[1], *needs[2:]])]
             found = _call(op, leaves[0], leaves[1:1 + n_states], leaves[1 + n_states:], True, batch_sizes)
@@ -175,10 +205,10 @@ def _with_room(job:LayerRun, states:list, T:int) -> tuple:
 def _make_states(job:LayerRun, x, state:list, w:CellWeights) -> tuple:
     "(h of T+1 steps, for an LSTM c before every chunk; the final states) by torch's op, chunk by chunk"
     T, later = len(x), not job.flipped
-    flat = [t for t in (w.w_i, w.w_h, w.b_i, w.b_h, w.w_r) if t is not None]
-    op, chunks = _op_of(job, flat), job.chunks(*x.shape[:2], x.device.type)
+    flat, chunks = _flat(w), job.chunks(*x.shape[:2], x.device.type)
+    op = _op_of(job, flat)
     h = state[0].new_empty(T + 1, *state[0].shape, dtype=job.dtype)
-    state, longest = [s.to(job.dtype)[None] for s in state], max(b - a for a, b in chunks)
+    state, longest = [_state(job, s[None]) for s in state], max(b - a for a, b in chunks)
     cuts = [s.new_empty(len(chunks), *s.shape[1:]) for s in state[1:]]
     h[0 if later else T].copy_(state[0][0])
     for a, b in chunks:
@@ -200,7 +230,9 @@ class StatesNode(torch.autograd.Function):
         state, w = tensors[:n_states], tensors[n_states:]
         ctx.slots = weight_slots(ctx.sink, w)
         with torch.autocast(x.device.type, enabled=False):
-            kept, final = _make_states(job, x, state, cast_weights(CellWeights(*w), job.dtype, ctx.slots))
+            cast = cast_weights(CellWeights(*w), job.dtype, ctx.slots)
+            _lay_out_cast(_op_of(job, _flat(cast)), _flat(CellWeights(*w)), _flat(cast))
+            kept, final = _make_states(job, x, state, cast)
         ctx.save_for_backward(x, *w, *kept)
         return kept[0][:len(x)] if job.flipped else kept[0][1:], *final
 
@@ -231,7 +263,7 @@ def run_layer(
     "One layer and direction by torch's op"
     if job.keep == 'hidden': return StatesNode.apply(job, len(state), x, *state, *w)
     w = CellWeights(*w)
-    flat = [t for t in (w.w_i, w.w_h, w.b_i, w.b_h, w.w_r) if t is not None]
+    flat = _flat(w)
     out, *final = _run(job, _op_of(job, flat), x, [s[None] for s in state], flat, w.x_gain)
     return [out, *(s[0] for s in final)]
 
@@ -243,7 +275,8 @@ def _run(job:LayerRun, op:_Op, x, states:list, flat:list, x_gain=None, batch_siz
     slots = weight_slots(grad_sink(), [x_gain, *flat])
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         gain, *cast = [cast_weight(t, job.dtype, slot) for t, slot in zip([x_gain, *flat], slots)]
-        read = _seen(job, x, gain), [s.to(job.dtype) for s in states]
+        _lay_out_cast(op, flat, cast)
+        read = _seen(job, x, gain), [_state(job, s) for s in states]
         out, *final = _call(op, *read, cast, False, batch_sizes)
     return out.flip(0) if job.flipped else out, *final
 
@@ -263,14 +296,6 @@ def run_all(
     return out, final
 
 # %% ../../nbs/engine/10_fused.ipynb #d0fa8cc3
-def _lay_out(op:_Op, weights:list):
-    "Give the weights of a call new places, one after the other as cuDNN reads them"
-    (G, n_in), R, mode = weights[0].shape, weights[1].shape[1], get_cudnn_mode('LSTM' if op.lstm else 'GRU')
-    D, a_place = G // (4 if op.lstm else 3), len(weights) // (op.n_layers * (1 + op.both))
-    with torch.no_grad(), torch.cuda.device_of(weights[0]):
-        sizes = n_in, mode, D, R if R != D else 0, op.n_layers
-        torch._cudnn_rnn_flatten_weight(weights, a_place, *sizes, False, op.both)
-
 def flatten(
     rnn,    # a layer whose weights are on CUDA
 ):
@@ -281,6 +306,5 @@ def flatten(
     for group in [places] if whole else [[place] for place in places]:
         names = [name for place in group for name in weight_names(rnn, *place)]
         weights = [rnn._parameters.get(name) for name in names]        # a derived weight is none of them
-        if any(w is None or not torch.backends.cudnn.is_acceptable(w) for w in weights): return
-        if len({w.data_ptr() for w in weights}) < len(weights) or len({w.dtype for w in weights}) > 1: return
-        _lay_out(op, weights)
+        if any(w is None for w in weights) or not _by_cudnn(weights): return
+        if len({w.data_ptr() for w in weights}) == len(weights): _lay_out(op, weights)

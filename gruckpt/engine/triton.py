@@ -7,7 +7,7 @@ __all__ = ['OPS', 'TritonDesk', 'TritonGraphDesk', 'draw_mask']
 
 # %% ../../nbs/engine/12_triton.ipynb #9387798d
 import os
-from functools import cache
+from functools import cache, partial, wraps
 from types import SimpleNamespace
 
 import torch
@@ -23,7 +23,7 @@ try:
 except ImportError: triton, tl = None, SimpleNamespace(constexpr=None)     # who asks for the backend is told
 
 # %% ../../nbs/engine/12_triton.ipynb #2a143dd8
-def _jit(f): return f if triton is None else triton.jit(f)
+def _jit(f, plain=()): return f if triton is None else triton.jit(f, do_not_specialize=plain)
 
 @_jit
 def _tanh(x): return 2*tl.sigmoid(2*x) - 1       # the interpreter has no other
@@ -64,7 +64,9 @@ OPS = {}        # the operations, by name
 
 def _need(device:torch.device):
     "RuntimeError where no kernel can run"
-    if triton is None: raise RuntimeError("backend='triton' needs Triton; pip install 'gruckpt[triton]'")
+    if triton is None:
+        raise RuntimeError("backend='triton' needs Triton: pip install 'gruckpt[triton]', on Windows "
+                           "triton-windows; backend='graph' needs none")
     if device.type == 'cuda' or os.environ.get('TRITON_INTERPRET') == '1': return
     raise RuntimeError("backend='triton' needs a GPU, got a tensor on cpu; TRITON_INTERPRET=1, set before "
                        'Python starts, interprets it')
@@ -73,10 +75,15 @@ def _launch(kernel, rows:int, like, D:int, whole:bool, *args, **constants):
     "Run a kernel over rows of D numbers, a row at once if it needs the `whole`"
     _need(like.device)
     if not rows: return
+    for name, t in zip(kernel.arg_names, args):
+        if name == 'DOUT' or not isinstance(t, torch.Tensor) or t.is_contiguous(): continue   # has strides
+        raise RuntimeError(f"backend='triton' reads row after row, got {name} of shape {tuple(t.shape)} with "
+                           f"strides {t.stride()}; use backend='eager'")
     block, wide = triton.next_power_of_2(D), getattr(tl, _WIDE.get(like.dtype, 'float32'))
     if not whole: block = min(block, 1024)
-    kernel[(rows, triton.cdiv(D, block))](*args, **constants, WIDE=wide, BLOCK=block,
-                                          num_warps=4 if block <= 1024 else 8)
+    warps = max(1, min(8, block // 256))
+    with torch.cuda.device_of(like):      # Triton starts kernels on the current device, wherever tensors lie
+        kernel[(rows, triton.cdiv(D, block))](*args, **constants, WIDE=wide, BLOCK=block, num_warps=warps)
 
 def _op(name:str, operands:str, run):
     "Make an operation of torch"
@@ -142,7 +149,7 @@ def _gru_back(F, Z, DOUT, DH, HAT, INV, DHS, GAIN, D, row, col, SLOTS: tl.conste
     b, d = tl.program_id(0).to(tl.int64), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
     at, f, m = b*D + d, F + b*SLOTS*D + d, d < D
     dh = tl.load(DH + at, m, 0.).to(WIDE)
-    if HAS: dh += tl.load(DOUT + b*row + d*col, m, 0.).to(WIDE)
+    if HAS: dh += tl.load(DOUT + b*row + d.to(tl.int64)*col, m, 0.).to(WIDE)
     if NORM:
         tl.store(DHS + at, dh, m)
         hat = tl.load(HAT + at, m, 0.).to(WIDE)
@@ -218,7 +225,7 @@ def _lstm_back(F, FS, TOC, DOUT, DM, DC, D, row, col, HAS: tl.constexpr, WIDE: t
     b, d = tl.program_id(0).to(tl.int64), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
     at, f, m = b*D + d, F + b*4*D + d, d < D
     dm = tl.load(DM + at, m, 0.).to(WIDE)
-    if HAS: dm += tl.load(DOUT + b*row + d*col, m, 0.).to(WIDE)
+    if HAS: dm += tl.load(DOUT + b*row + d.to(tl.int64)*col, m, 0.).to(WIDE)
     dc = tl.load(DC + at, m, 0.).to(WIDE) + dm*tl.load(TOC + at, m, 0.).to(WIDE)
     for k in tl.static_range(3): tl.store(f + k*D, tl.load(f + k*D, m, 0.).to(WIDE)*dc, m)
     tl.store(f + 3*D, tl.load(f + 3*D, m, 0.).to(WIDE)*dm, m)
@@ -283,6 +290,17 @@ def _gru_factors_of(cell, gates, prev, new, factors, spare, w) -> tuple:
     OPS['gru_factors'](gates, prev[0], factors, spare[0], rs, hat, inv)
     return *((spare[0], rs) if before else (spare[0],)), *((hat, inv, spare[4]) if normed else ())
 
+def _row_by_row(reverse):
+    "A walk back whose kernels read gradients at states row after row, as not every gradient lies"
+    @wraps(reverse)
+    def walk(cell, factors, kept, dout, dstate, w, order):
+        mine = [d.contiguous() for d in dstate]
+        reverse(cell, factors, kept, dout, mine, w, order)
+        for d, own in zip(dstate, mine):
+            if own is not d: d.copy_(own)
+    return walk
+
+@_row_by_row
 def _gru_reverse(cell, factors, kept, dout, dstate, w, order):
     "As `GRUCell.reverse`"
     (dh,), D, n, op = dstate, dstate[0].shape[-1], len(factors), OPS['gru_back']
@@ -324,6 +342,7 @@ def _lstm_factors_of(cell, gates, prev, new, factors, spare, w) -> tuple:
     OPS['lstm_factors'](gates, prev[1], new[1], factors, *spare[:3])
     return *spare[:3], None if w.w_r is None else torch.empty_like(prev[0])
 
+@_row_by_row
 def _lstm_reverse(cell, factors, kept, dout, dstate, w, order):
     "As `LSTMCell.reverse`"
     (dh, dc), rows, n = dstate, factors.unbind(), len(factors)
@@ -384,7 +403,7 @@ _register('triton', _GRUS, _gru_advance, _gru_reverse, _gru_rebuild, _gru_factor
 _register('triton', ('lstm',), _lstm_advance, _lstm_reverse, _lstm_rebuild, _lstm_factors_of)
 
 # %% ../../nbs/engine/12_triton.ipynb #66dd529f
-@_jit
+@partial(_jit, plain=('seed', 'start', 'layer', 'cut'))      # one kernel for all their values
 def _mask(OUT, seed, start, layer, cut, s0, s1, s2, R, I, n, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     "Masks of one row of one step, 8 columns a group"
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
@@ -420,7 +439,8 @@ def draw_mask(
     out:torch.Tensor,   # steps x ... x I, written
 ) -> torch.Tensor:
     "What `DropoutMask.scale` does, in one kernel"
-    OPS['mask'](out, mask.seed, mask.start + t, mask.layer, mask.cut, 1/(1 - mask.p))
+    seed = (mask.seed + 2**63) % 2**64 - 2**63          # its lowest 64 bits, as an operation takes them
+    OPS['mask'](out, seed, mask.start + t, mask.layer, mask.cut, 1/(1 - mask.p))
     return out
 
 if triton is not None: MASKS['cuda'] = draw_mask

@@ -147,12 +147,13 @@ def _undo(trainer:Trainer, randomness:dict, before:dict):
     release_buffers()                                                # of chunks that will be shorter
     if o.device.type == 'cuda': torch.cuda.empty_cache()
 
-_NO_ROOM = 'CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_ALLOC_FAILED', 'CUDA error: out of memory'
+_NO_ROOM = ('CUBLAS_STATUS_ALLOC_FAILED', 'CUDNN_STATUS_ALLOC_FAILED',
+            'CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED', 'out of memory')
 
 def no_room(
     error:RuntimeError,   # what a step raised
 ) -> bool:
-    "Does it say that the device has no memory left? cuBLAS and cuDNN say so in words"
+    "Does it say that the device has no memory left? cuBLAS, cuDNN, CUDA and Triton say so in words"
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_ROOM)
 
 def _passes(
