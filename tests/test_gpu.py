@@ -52,6 +52,15 @@ def test_masks_take_the_launches_that_are_said(monkeypatch):
     assert counted(lambda: DropoutMask(.3, 1, 2, 0).scale(0, out)).n == mask_launches('cpu') == 1
 
 
+@pytest.mark.parametrize('runs, wanted', [(True, (0, 1)), (False, (3072, 82))])
+def test_what_masks_take_on_cuda_does_not_depend_on_what_was_imported(runs, wanted):
+    code = (f'import gruckpt.engine.layer as layer; layer.triton_runs = lambda: {runs}\n'
+            'def count(): return layer.mask_scratch(4, 8, 16, "cuda"), layer.mask_launches("cuda")\n'
+            'before = count()\nimport gruckpt.engine.triton\nprint(before == count(), before)')
+    run = subprocess.run([sys.executable, '-c', code], text=True, capture_output=True, cwd=ROOT)
+    assert run.stdout.strip() == f'True {wanted}', run.stderr
+
+
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_masks_are_the_same_in_every_dtype(dtype):
     mask = DropoutMask(.25, 2**61 + 7, 1, 9)

@@ -10,6 +10,7 @@ __all__ = ['MASKS', 'NO_SECOND_DERIVATIVE', 'philox', 'mask_scratch', 'mask_laun
 
 # %% ../../nbs/engine/03_layer.ipynb #376303a8
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from itertools import product
 
 import numpy as np
@@ -17,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import is_fake
 
-from .cells import (NORM_EPS, ONCE, Backend, CellWeights, backend_for, loop, norm_rows,
-                                  norm_rows_back)
+from .cells import (NORM_EPS, ONCE, PAGES, Backend, CellWeights, backend_for, loop, norm_rows,
+                                  norm_rows_back, triton_runs)
 from .captures import mark
 from .scan import (NO_FORWARD_MODE, exporting, grad_sink, is_plain, refuse_other_data,
                                  refuse_transforms)
@@ -77,6 +78,13 @@ def _kept(mask:'DropoutMask', lanes, lib=torch):
 # %% ../../nbs/engine/03_layer.ipynb #3f10c5a5
 MASKS = {}    # type of a device → `(mask, t, out)` that writes what `DropoutMask.scale` does, in one kernel
 
+def _kernel_for(device:str):
+    "Who draws masks there in one kernel: on CUDA Triton's where it runs, whatever was imported; None: nobody"
+    if device == 'cuda':
+        if not triton_runs(): return None
+        import_module(PAGES['triton'])
+    return MASKS.get(device)
+
 def _at_hand(t:torch.Tensor) -> bool: return type(t) is torch.Tensor and t.device.type == 'cpu'
 
 def _without_numbers(t:torch.Tensor) -> bool:
@@ -112,13 +120,13 @@ def mask_scratch(
     "What `DropoutMask.scale` allocates"
     n = -(-columns // 8)
     s, r = _block(steps, rows, n, device)
-    return 48 * s*r*n * (device not in MASKS)
+    return 48 * s*r*n * (_kernel_for(device) is None)
 
 def mask_launches(
     device:str='cpu',   # its type
 ) -> int:
     "Kernels that draw the masks of a stretch: one where there is a kernel for it, or Philox's operations"
-    return 1 if device in MASKS else 82
+    return 82 if _kernel_for(device) is None else 1
 
 # %% ../../nbs/engine/03_layer.ipynb #979c89b2
 @dataclass(frozen=True)
@@ -142,7 +150,7 @@ class DropoutMask:
 
     def scale(self, t:int, out:torch.Tensor) -> torch.Tensor:
         "Write the masks of the steps from `t` on into `out` (steps x ... x I): 0 or 1/(1-p)"
-        kernel = MASKS.get(out.device.type, _draw)
+        kernel = _kernel_for(out.device.type) or _draw
         return out.zero_() if self.cut >= 2**31 else kernel(self, t, out)
 
 # %% ../../nbs/engine/03_layer.ipynb #0e9fc15b
