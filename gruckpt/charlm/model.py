@@ -343,7 +343,7 @@ def _tape(
         def predict(ids_SB, carried): return _stretch(model, ids_SB, carried, None, masks)
     else:
         predict = _stepper(model, ids_TB.shape, masks)
-        h_LBD = h_LBD.to(_arithmetic(model), copy=True)
+        h_LBD = h_LBD.to(_arithmetic(model), copy=True, memory_format=torch.contiguous_format)
     carried, V = (h_LBD.detach(), 0), model.spec.vocab_size
     tape = draw_tape(predict, ids_TB, carried, p, seed, V, sampling, guess_B)
     torch.clear_autocast_cache()
@@ -507,7 +507,8 @@ def _generate(model:GRULM, prompt_ids, n_chars, temperature, top_k, seed) -> tor
         for i in range(n_chars):
             logits_SBV, state = read(ids_SB, state)
             if lent and not i:            # the prompt is read; from here on one replay a character
-                read, state = _stepper(model, (n_chars, 1)), (state.to(_arithmetic(model), copy=True), 1)
+                how = dict(copy=True, memory_format=torch.contiguous_format)
+                read, state = _stepper(model, (n_chars, 1)), (state.to(_arithmetic(model), **how), 1)
             ids_N[i] = id_1 = _draw(logits_SBV[-1, 0], temperature, top_k or V, generator)
             ids_SB = id_1[None]
     return ids_N

@@ -11,11 +11,13 @@ __all__ = ['CELLS', 'EAGER', 'BACKENDS', 'PAGES', 'NAMES', 'FUSED', 'NORM_EPS', 
 # %% ../../nbs/engine/00_cells.ipynb #edef2a26
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -223,7 +225,8 @@ def triton_runs() -> bool:
     "Can Triton's kernels be made and run by the GPU here? Where there is none, one that has them is meant"
     if not torch.cuda.is_available(): return True
     compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')    # for its launchers
-    return bool(find_spec('triton') and compiler) and torch.cuda.get_device_capability() >= (8, 0)
+    headers = Path(sysconfig.get_path('include'), 'Python.h').is_file()
+    return bool(find_spec('triton') and compiler and headers) and torch.cuda.get_device_capability() >= (8, 0)
 
 def walk_name(
     cell:Cell,           # whose walks

@@ -6,6 +6,7 @@
 __all__ = ['RecordNode', 'StatesNode', 'run_layer', 'run_all', 'flatten']
 
 # %% ../../nbs/engine/10_fused.ipynb #61da0b5b
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from torch.backends.cudnn.rnn import get_cudnn_mode
 
 from .cells import FUSED, Backend, CellWeights, is_fused
 from .layer import (LayerRun, cast_weight, cast_weights, gradient_sums, layer_backward,
-                                  own_gradients, refuse_second_backward, to_input, weight_slots)
+                                  own_gradients, refuse_second_backward, row_by_row, to_input,
+                                  weight_slots)
 from .recurrent import in_one_call, layer_places, weight_names
 from .scan import NO_FORWARD_MODE, grad_sink
 
@@ -202,6 +204,16 @@ def _with_room(job:LayerRun, states:list, T:int) -> tuple:
     return _WithoutC(**own), [h, cuts.new_empty(longest + 1, *cuts.shape[1:]), cuts]
 
 # %% ../../nbs/engine/10_fused.ipynb #ebe9351c
+@contextmanager
+def _as_products(on_gpu:bool):
+    "Inside, cuDNN rounds float32 as matmuls on CUDA do"
+    rnn, products = torch.backends.cudnn.rnn, torch.backends.cuda.matmul
+    before = rnn.fp32_precision
+    if on_gpu: rnn.fp32_precision = 'tf32' if products.fp32_precision == 'tf32' else 'ieee'
+    try: yield
+    finally:
+        if on_gpu: rnn.fp32_precision = before
+
 def _make_states(job:LayerRun, x, state:list, w:CellWeights) -> tuple:
     "(h of T+1 steps, for an LSTM c before every chunk; the final states) by torch's op, chunk by chunk"
     T, later = len(x), not job.flipped
@@ -214,7 +226,8 @@ def _make_states(job:LayerRun, x, state:list, w:CellWeights) -> tuple:
     for a, b in chunks:
         for cut, s in zip(cuts, state[1:]): cut[a // longest].copy_(s[0])
         rows = job.x(x, a, b, w.x_gain).view(b - a, *x.shape[1:])
-        out, *state = _call(op, rows if later else rows.flip(0), state, flat, False)
+        with _as_products(x.is_cuda):
+            out, *state = _call(op, rows if later else rows.flip(0), state, flat, False)
         h[a + later:b + later].copy_(out if later else out.flip(0))
         del rows, out
     return [h, *cuts], [s[0] for s in state]
@@ -242,7 +255,7 @@ class StatesNode(torch.autograd.Function):
         refuse_second_backward(dout, *dstate)
         job, (x, *rest), n = ctx.job, ctx.saved_tensors, len(ctx.slots)
         w, states = rest[:n], rest[n:]
-        dstate = [torch.zeros_like(s[0]) if d is None else d.clone() for s, d in zip(states, dstate)]
+        dstate = [torch.zeros_like(s[0]) if d is None else row_by_row(d) for s, d in zip(states, dstate)]
         sums = gradient_sums(ctx, w)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[2] else None
         cast = cast_weights(CellWeights(*w), job.dtype, ctx.slots)

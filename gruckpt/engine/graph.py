@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .cells import BACKENDS, EAGER, CellWeights, Count, Desk, retrace
 from .mingru import SCAN
-from ..measure.meter import flat_tensors
+from ..measure.meter import flat_tensors, library_workspace
 
 # %% ../../nbs/engine/11_graph.ipynb #afc31ba9
 @cache
@@ -252,10 +252,13 @@ def _held(o, n) -> tuple:
     if o.device != 'cuda': return forward, forward + back
     made = o.cell.scratch(o, n * B)
     on_way, on_way_back = made.advance, max(made.factors, made.kept + made.reverse)
-    pool = [-(-size // _BLOCK) * _BLOCK for size in (on_way, on_way_back)]
+    pool = [_from_driver(size) + library_workspace() for size in (on_way, on_way_back)]
     return forward + pool[0], forward + back + sum(pool)
 
-_BLOCK = 2 << 20
+def _from_driver(size:int) -> int:
+    "What the allocator takes for tensors in a pool of their own: 2 MiB, 20 for more than one, or even MiB"
+    if size <= 10 << 20: return (2 if size <= 1 << 20 else 20) << 20
+    return -(-size // (2 << 20)) * (2 << 20)
 
 # %% ../../nbs/engine/11_graph.ipynb #ca4bd9e4
 MOST_IDLE = 4

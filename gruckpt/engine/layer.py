@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MASKS', 'NO_SECOND_DERIVATIVE', 'philox', 'mask_scratch', 'mask_launches', 'DropoutMask', 'LayerRun', 'weight_slots',
-           'cast_weight', 'cast_weights', 'gradient_sums', 'own_gradients', 'layer_backward', 'to_input',
+           'cast_weight', 'cast_weights', 'gradient_sums', 'own_gradients', 'layer_backward', 'to_input', 'row_by_row',
            'refuse_second_backward', 'LayerNode', 'plain_layer', 'NormNode', 'chunks_of', 'norm_output', 'StackRun',
            'StackNode', 'StepNode']
 
@@ -341,6 +341,12 @@ def to_input(
 # %% ../../nbs/engine/03_layer.ipynb #16d5b62f
 NO_SECOND_DERIVATIVE = 'second derivatives do not pass through this layer; use torch.nn.GRU or LSTM'
 
+def row_by_row(
+    d:torch.Tensor,   # a gradient, which may come through a transpose
+) -> torch.Tensor:    # a copy, rows one after the other
+    "What a walk back may write into"
+    return d.clone(memory_format=torch.contiguous_format)
+
 def refuse_second_backward(
     *grads,   # what the backward pass is handed
 ):
@@ -373,7 +379,7 @@ class LayerNode(torch.autograd.Function):
         refuse_second_backward(dout, *dstate)
         job, (x, *rest), n = ctx.job, ctx.saved_tensors, len(ctx.slots)
         w, states, gates = rest[:n], rest[n:n + ctx.n_states], rest[n + ctx.n_states:]
-        dstate = [torch.zeros_like(s[0]) if d is None else d.clone() for s, d in zip(states, dstate)]
+        dstate = [torch.zeros_like(s[0]) if d is None else row_by_row(d) for s, d in zip(states, dstate)]
         sums = gradient_sums(ctx, w)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[2] else None
         cast = cast_weights(CellWeights(*w), job.dtype, ctx.slots)
@@ -573,7 +579,7 @@ class StackNode(torch.autograd.Function):
         refuse_other_data(ctx.marks)
         w, rest, m = rest[:n], rest[n:], run.n_states
         cuts, kept = [rest[m*i:m*i + m] for i in range(len(run.cuts))], rest[m*len(run.cuts):]
-        dstate = [torch.zeros_like(s, dtype=run.dtype) if d is None else d.clone()
+        dstate = [torch.zeros_like(s, dtype=run.dtype) if d is None else row_by_row(d)
                   for s, d in zip(cuts[0], dstate)]
         sums = gradient_sums(ctx, w)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1] else None

@@ -197,7 +197,7 @@ def _forward_scratch_of_op(o:LayerBytes, n, making_x):
 # %% ../../nbs/engine/05_layer_bytes.ipynb #f5d10b03
 @cache
 def _asked_cudnn(form:str, batch:int, n_in:int, width:int, item:int) -> tuple:
-    "(bytes a step, bytes once) of cuDNN's reserve; ValueError where it does not grow evenly"
+    "(bytes a step, bytes once) of cuDNN's reserve; where it does not grow evenly, a line above what it takes"
     dtype, lstm = {2: torch.float16, 4: torch.float32, 8: torch.float64}[item], form == 'lstm'
     rnn = (torch.nn.LSTM if lstm else torch.nn.GRU)(n_in, width, device='cuda', dtype=dtype)
     h, mode = torch.zeros(1, batch, width, device='cuda', dtype=dtype), get_cudnn_mode(rnn.mode)
@@ -205,10 +205,10 @@ def _asked_cudnn(form:str, batch:int, n_in:int, width:int, item:int) -> tuple:
         x = torch.zeros(n, batch, n_in, device='cuda', dtype=dtype)
         sizes, states = (mode, width, 0, 1, False, 0., True, False, [], None), (h, h if lstm else None)
         return torch.ops.aten._cudnn_rnn(x, rnn._flat_weights, 4, None, *states, *sizes)[3].numel()
-    one, two, three = map(reserve, (64, 128, 192))
-    if three - two != two - one:
-        raise ValueError(f'cuDNN reserves {one}, {two} and {three} bytes for 64, 128 and 192 steps: not even')
-    return (two - one) // 64, 2*one - two
+    lens = 1, 64, 128, 192
+    asked = [*map(reserve, lens)]
+    step = max(-(-(b - a) // 64) for a, b in zip(asked[1:], asked[2:]))
+    return step, max(0, *(size - n*step for n, size in zip(lens, asked)))
 
 def _back(o:LayerBytes, n, at_state:bool):
     gradients = o.trained*o.numbers*max(o.item_w, 4) + o.x_trained*o.x_normed*o.n_in*max(o.item_w, 4)

@@ -7,7 +7,7 @@ __all__ = ['OPS', 'TritonDesk', 'TritonGraphDesk', 'draw_mask']
 
 # %% ../../nbs/engine/12_triton.ipynb #9387798d
 import os
-from functools import cache, partial, wraps
+from functools import cache, partial
 from types import SimpleNamespace
 
 import torch
@@ -290,17 +290,6 @@ def _gru_factors_of(cell, gates, prev, new, factors, spare, w) -> tuple:
     OPS['gru_factors'](gates, prev[0], factors, spare[0], rs, hat, inv)
     return *((spare[0], rs) if before else (spare[0],)), *((hat, inv, spare[4]) if normed else ())
 
-def _row_by_row(reverse):
-    "A walk back whose kernels read gradients at states row after row, as not every gradient lies"
-    @wraps(reverse)
-    def walk(cell, factors, kept, dout, dstate, w, order):
-        mine = [d.contiguous() for d in dstate]
-        reverse(cell, factors, kept, dout, mine, w, order)
-        for d, own in zip(dstate, mine):
-            if own is not d: d.copy_(own)
-    return walk
-
-@_row_by_row
 def _gru_reverse(cell, factors, kept, dout, dstate, w, order):
     "As `GRUCell.reverse`"
     (dh,), D, n, op = dstate, dstate[0].shape[-1], len(factors), OPS['gru_back']
@@ -342,7 +331,6 @@ def _lstm_factors_of(cell, gates, prev, new, factors, spare, w) -> tuple:
     OPS['lstm_factors'](gates, prev[1], new[1], factors, *spare[:3])
     return *spare[:3], None if w.w_r is None else torch.empty_like(prev[0])
 
-@_row_by_row
 def _lstm_reverse(cell, factors, kept, dout, dstate, w, order):
     "As `LSTMCell.reverse`"
     (dh, dc), rows, n = dstate, factors.unbind(), len(factors)

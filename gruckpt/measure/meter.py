@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLAIN_TYPES', 'nbytes', 'human', 'parse_bytes', 'flat_tensors', 'without_meters', 'Meter', 'Launches', 'Timing',
-           'timed', 'GPUState', 'gpu_state']
+           'timed', 'GPUState', 'gpu_state', 'library_workspace']
 
 # %% ../../nbs/measure/00_meter.ipynb #beaca08a
 import contextlib, functools, os, re, statistics, sys, time, weakref
@@ -437,3 +437,11 @@ def gpu_state(
         name, busy = _ask(pynvml.nvmlDeviceGetName, gpu), None if rates is None else int(rates.gpu)
         return GPUState(name, used, total, busy)
     finally: pynvml.nvmlShutdown()
+
+# %% ../../nbs/measure/00_meter.ipynb #b27eafaf
+_WORKSPACE = {0: 2 * 4*2**20 + 8 * 16*2**10, 9: 32 * 2**20}      # from a compute capability on
+
+def library_workspace() -> int:
+    "Bytes that cuBLAS takes for a stream on this process's card; where there is none, on one before Hopper"
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    return next(n for least, n in reversed(_WORKSPACE.items()) if major >= least)

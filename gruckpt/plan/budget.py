@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..measure.meter import Meter, human, nbytes, parse_bytes
+from ..measure.meter import Meter, human, library_workspace, nbytes, parse_bytes
 from ..measure.shadow import NotFollowed, add_hooks, hooks_of, rebuilds_itself, shadow, without_onednn
 from .segment import Plan, Stretch, Work, default_chunk_len
 
@@ -155,7 +155,6 @@ def _one_of(name:str, value, allowed) -> None:
     if value not in allowed: raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}')
 
 # %% ../../nbs/plan/01_budget.ipynb #a934fd61
-_WORKSPACE = {0: 2 * 4*2**20 + 8 * 16*2**10, 9: 32 * 2**20}  # of cuBLAS, from a compute capability on
 _BLOCK = 20 * 2**20                        # a fresh block for a request of 1-10 MiB
 _SLACK = 2**20                             # no less of a block is given to another tensor
 _CONTEXT = 426 * 2**20                     # the source's card, an RTX 3080 of a laptop
@@ -165,12 +164,7 @@ def _beside(spec, plan, device:str) -> dict:
     if device == 'cpu': return {}
     n_tensors, n_large = 6 * len(spec.sizes) + plan.n_segments + 64, sum(4*n > _SLACK for n in spec.sizes)
     return {'allocator rounding': 512 * n_tensors, 'allocator slack': _SLACK * 4 * n_large,
-            'library workspace': _workspace(), 'allocator reserve': _BLOCK}
-
-def _workspace() -> int:
-    "Bytes that cuBLAS takes on this process's card; where there is none, on one before Hopper"
-    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    return next(n for least, n in reversed(_WORKSPACE.items()) if major >= least)
+            'library workspace': library_workspace(), 'allocator reserve': _BLOCK}
 
 def _update(sizes:tuple, begins:dict, item_w:int, optimizer:str, first:bool, clip:bool) -> dict:
     "The moments of the update of parameters of `sizes`: norms of the gradients, and the optimizer's step"
