@@ -320,7 +320,7 @@ def _train_lm(
 ):
     "Prepare, join the other processes if there are any, train"
     with ExitStack() as stack:
-        with refusing():
+        with refusing(clip='clip', keep='keep'):
             from gruckpt.training.parallel import World, all_or_none, joined
             from gruckpt.training.sessions import session
             world, out = World.from_env(), ctx.params['out']

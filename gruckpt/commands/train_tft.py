@@ -41,7 +41,8 @@ def _roles(
     lists = {r: _names(getattr(o, r)) for r in _ROLES}
     ignored, named = lists.pop('ignore'), {r: names or None for r, names in lists.items() if r != 'observed'}
     if lost := [c for c in ignored if c not in kinds]:
-        raise ValueError(f'--ignore: column {lost[0]!r} is not in the data, which has {", ".join(kinds)}')
+        raise ValueError(f'--ignore: column {lost[0]!r} is not in the data, which has {", ".join(kinds)}; '
+                         'name one of these')
     kinds = {c: k for c, k in kinds.items() if c not in ignored}
     def roles(observed): return roles_of(kinds, o.target, o.time, observed=observed, **named)
     try:
@@ -297,7 +298,7 @@ def _run(ctx:typer.Context, world, device):
     "Prepare, train and judge"
     from gruckpt.training.parallel import all_or_none
     from gruckpt.training.sessions import session
-    with refusing():
+    with refusing(clip='clip', decay_steps='decay_steps', **TABLE.names):
         with all_or_none():
             out, file = ctx.params['out'], ctx.params['parquet_file']
             if not (out or file): raise ValueError('give --parquet-file to begin, or --out to go on')
@@ -451,7 +452,7 @@ def backtest_command(
 ):
     "Forecast from every row of a part, and judge it beside the last value and the last season."
     with ending():
-        with refusing():
+        with refusing(part='part', stride='stride', season='season'):
             if out is not None: _check_out(out)
             found, series, new = _loaded(run, parquet_file, device)
             from gruckpt.tft.forecast import backtest
