@@ -407,5 +407,12 @@ def test_N37_also_of_a_tier():
     assert 'batch 0' not in str(e.value) and e.value.changes == {} and 'a larger limit' in str(e.value)
 
 
+def test_help_says_nothing_in_the_words_of_python(capsys):
+    "None cannot be typed, nor the name of a field."
+    for command in 'train-lm', 'train-tft', 'budget':
+        code, out, err = said(capsys, command, '--help')
+        assert (code, err) == (0, '') and not [o for o in ('None', 'lr_floor', 'decay_steps') if o in out]
+
+
 if __name__ == '__main__':
     print(json.dumps({name: rank(port, '.', name) for name, port in zip(CASES, sys.argv[1:], strict=True)}))

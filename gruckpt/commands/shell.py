@@ -282,7 +282,12 @@ def _parameter(o:Fields, name:str, of:Documented) -> inspect.Parameter:
     kind = _KINDS.get(of.kind.partition('|')[0].strip(), str)
     if default is None: kind = kind | None
     typed = {of: option(name) for name, of in o.names.items()}
-    text = re.sub(r"`'?([^`]*?)'?`", lambda m: typed.get(m[1], m[1]), of.text).rstrip('.')
+    def words(m): return re.sub(r'\w+', lambda w: typed.get(w[0], w[0]), m[0])
+    text = re.sub(r'`[^`]* [^`]*`', words, of.text)
+    text = re.sub(r"`'?([^`]*?)'?`", lambda m: typed.get(m[1], m[1]), text).rstrip('.')
+    if kind is str: text = text.replace('None:', 'none:')
+    elif default is None: text = text.replace('. None:', '. Default:').replace('None:', 'default:')
+    else: text = re.sub(r'; None: [^.]*', '', text)            # what cannot be typed
     text = text[:1].lower() + text[1:] if text[1:2].islower() else text
     declared = [option(name)] if kind is bool and default is False else []
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,

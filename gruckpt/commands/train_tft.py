@@ -18,7 +18,7 @@ import typer
 from typer import Option
 
 from .shell import (
-    BatchSize, Boards, Clip, Device, Fields, KeepCheckpoints, MemoryLimit, Quiet, Resume, SaveEvery, Seed,
+    BatchSize, Boards, Clip, Device, Fields, KeepCheckpoints, MemoryLimit, Quiet, Resume, Seed,
     Threads, UseQAT, WeightBits, bits_of, check_backend, check_bytes, check_options, check_threads,
     clip_of, course_of, ending, given, goal_of, open_run, option, options_of,
     pick_device, print_answer, quant_of, refusing, said_of_bits, say, tell, train, with_fields)
@@ -353,7 +353,7 @@ def train_tft_command(ctx:typer.Context,
     memory_limit:MemoryLimit = None,             # the cheapest tier within
     use_qat:UseQAT = False,                      # as in every command
     weight_bits:WeightBits = 8,                  # as in every command
-    save_every:SaveEvery = None,                 # an epoch
+    save_every:Annotated[int|None, Option(help='steps between checkpoints; default: an epoch')] = None,
     keep_checkpoints:KeepCheckpoints = 2,        # as in every command
     seed:Seed = 0,                               # of weights, dropout and order
     device:Device = 'auto',                      # as in every command
