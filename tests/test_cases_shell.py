@@ -263,7 +263,17 @@ def table(here):
     ((*TFT, '--measure-every', 0), '--measure-every must be an integer from 1 on, got 0'),
     ((*TFT, '--memory-limit', 0), "--memory-limit must be above 0 bytes, got '0'"),
     ((*TRAIN, '--memory-limit', '0GiB'), "--memory-limit must be above 0 bytes, got '0GiB'"),
-    (('budget', '--memory-limit', 0), "--memory-limit must be above 0 bytes, got '0'")])
+    (('budget', '--memory-limit', 0), "--memory-limit must be above 0 bytes, got '0'"),
+    (('budget', '--hidden', 0), '--hidden must be an integer of at least 1, got 0'),
+    (('budget', '--batch-size', 0), '--batch-size must be at least 1, got 0'),
+    (('budget', '--norm', 'all'), "--norm must be one of none, state, output, got 'all'"),
+    (('budget', '--segments', 4, '--keep', 'all'), '--keep must be hidden or gates'),
+    (('budget', '--segments', 4, '--keep', 'gates,hidden'), '--keep must have 4 words'),
+    ((*TRAIN, '--clip', 0), '--clip must be a number above 0, or none for never, got 0.0'),
+    ((*TFT, '--clip', 0), '--clip must be a number above 0, or none for never, got 0.0'),
+    ((*TFT, '--missing', 'all'), "--missing must be one of none, last, mean, got 'all'"),
+    (('bench', 'lm', '--norm', 'all'), "--norm must be one of none, state, output, got 'all'"),
+    (('bench', 'rnn', '--batch-size', 0), '--batch-size must be an integer of at least 1, got 0')])
 def test_N27_zero_is_refused(args, contains, table, capsys):
     code, out, err = said(capsys, *args)
     assert (code, out, err.count('\n')) == (2, '', 1) and contains in err
@@ -276,7 +286,7 @@ def test_N27_zero_in_a_backtest_and_in_the_library(table, capsys):
     assert said(capsys, *TFT) == (0, '', '')
     args = 'backtest', 't', '--parquet-file', 'load.csv', '--season', 0, '--device', 'cpu'
     code, out, err = said(capsys, *args)
-    assert (code, out, err) == (2, '', 'gruckpt: season must be in 1..4 (past steps that exist), got 0\n')
+    assert (code, out, err) == (2, '', 'gruckpt: --season must be in 1..4 (past steps that exist), got 0\n')
     series = read_series('load.csv', SeriesSpec('when', 'load'))
     with pytest.raises(ValueError, match='min_past must be'):
         setup_of(series, 4, 2, min_past=0).windows(series, 'train')
@@ -395,6 +405,13 @@ def test_N37_also_of_a_tier():
     with pytest.raises(TierDoesNotFit, match=wanted): fit_tier(year, 64, '256MiB')
     with pytest.raises(TierDoesNotFit) as e: fit_tier(year, 64, 1)
     assert 'batch 0' not in str(e.value) and e.value.changes == {} and 'a larger limit' in str(e.value)
+
+
+def test_help_says_nothing_in_the_words_of_python(capsys):
+    "None cannot be typed, nor the name of a field."
+    for command in 'train-lm', 'train-tft', 'budget':
+        code, out, err = said(capsys, command, '--help')
+        assert (code, err) == (0, '') and not [o for o in ('None', 'lr_floor', 'decay_steps') if o in out]
 
 
 if __name__ == '__main__':

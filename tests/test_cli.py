@@ -346,7 +346,7 @@ def test_help_tells_what_the_dataclasses_tell(capsys):
     for cls, field, name in ((TrainConfig, 'lr', '--lr'), (GRUSpec, 'n_layers', '--layers'),
                              (TrainConfig, 'weight_decay', '--weight-decay')):
         assert f'{name} ' in shown and f'[default: {cls.__dataclass_fields__[field].default}]' in shown
-    assert 'nothing else depends on it. None: --epochs says where' in shown
+    assert 'nothing else depends on it. Default: --epochs says where' in shown
 
 
 @pytest.mark.parametrize('typed, code, line', [

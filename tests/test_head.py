@@ -55,3 +55,16 @@ def test_ignored_rows_add_nothing_in_segments_too(keep, ignored):
     with plain():
         same = head_loss(x_ND, targets_N, weight, None, ignore_index=ignored)
     assert (same - oracle).abs() < 1e-10 * oracle.abs()
+
+
+@pytest.mark.parametrize('wrong', [-100, -1, 5])
+def test_a_target_that_is_no_symbol_is_refused_with_and_without_the_node(wrong):
+    "torch's `cross_entropy` leaves -100 out unasked, and so did the plain way."
+    x_ND, targets_N, weight = torch.randn(6, 4), torch.randint(5, (6,)), torch.randn(5, 4)
+    targets_N[2] = wrong
+    said = r'^targets_N must be symbols in 0\.\.4, or ignore_index; [^\n]*$'
+    for keep in 'hidden', 'gates':
+        with pytest.raises(ValueError, match=said):
+            head_loss(x_ND, targets_N, weight.requires_grad_(), None, keep)
+    with plain(), pytest.raises(ValueError, match=said):
+        head_loss(x_ND, targets_N, weight, None)

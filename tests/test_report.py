@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 from gruckpt.training.checkpoint_files import Telemetry, save_checkpoint, write_history
+from gruckpt.training.schedule import data_gap
 from gruckpt.training.report import (draw, facts, plot_bytes, plot_history, plot_loss, plot_speed, read_run,
                                      write_report)
 from gruckpt.training.config import StepRecord
@@ -106,6 +107,26 @@ def test_settings_come_from_the_checkpoint(tmp_path):
     assert known['parameters'] == '20' and known['spec'] == 'hidden 8' and len(known['symbols']) == 398
     assert known['data'].startswith('100 tokens for 20 parameters are 5 a parameter, read 40 times')
     assert known['epochs'].startswith('40')
+
+
+def test_a_table_is_told_as_a_list(tmp_path):
+    "Which column has which role, and where the parts begin: no dictionary, no means of columns."
+    spec = {'time': 'when', 'target': 'sold', 'ids': ['shop'], 'known_cats': [], 'observed_reals': ['a', 'b'],
+            'missing': None}
+    setup = {'coding': {'spec': spec, 'means': [[.1] * 99]}, 'lookback': 24, 'horizon': 6, 'min_past': 12,
+             'parts': {'valid_from': 0, 'test_from': 86400 * 10**9}}
+    state = {'step': 3, 'about': {'setup': setup, 'tft': {'quantiles': (.1, .9), 'known_cats': ()}},
+             'config': {'lr': .1, 'eval_every': None}, 'plan': None, 'model': {}, 'stream': {}}
+    known = facts(read_run(run_of(tmp_path/'a', ROWS['many'], state=state)))
+    assert known['columns'] == 'time when; target sold; ids shop; observed, numbers a b'
+    assert known['parts'] == 'valid from 1970-01-01 00:00:00, test from 1970-01-02 00:00:00'
+    assert (known['past'], known['tft']) == ('12 to 24 rows', 'quantiles 0.1 0.9, known_cats none')
+    assert known['training'] == 'lr 0.1, eval_every none' and not re.search(r'[{\[]', ''.join(known.values()))
+
+
+def test_what_was_read_once_is_not_read_1_times():
+    assert 'a parameter, read once: ' in str(data_gap(20, 100))
+    assert 'a parameter, read 2 times: ' in str(data_gap(20, 100, 2))
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):

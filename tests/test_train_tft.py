@@ -209,7 +209,9 @@ def test_wrong_input_is_one_line(run):
 
 @pytest.mark.parametrize('args, said', [
     (('--parquet-file', 'none.parquet', '--target', 'load'), 'none.parquet'),
-    (DATA, '--target must name a column'),
+    (DATA, '--target must name a column, and none is given; it could be load, wind'),
+    ((*DATA, '--ignore', 'when'), '--time must name a column, and none is given; none of these'),
+    ((*DATA, '--target', 'lood'), "--target: column 'lood' is not in the data, which has when"),
     ((*DATA, '--target', 'sky', '--ids', 'site'), "column 'sky' holds 'clear' in row 0"),
     ((*DATA, *ROLES, '--known', 'sun'), "--known: column 'sun' is not in the data"),
     ((*DATA, *ROLES, '--known', 'wind', '--observed', 'wind'), "'wind' has two roles"),

@@ -319,12 +319,12 @@ def _question(
 ) -> tuple:              # spec, plan or None, limit or None, keywords for `estimate`, what is assumed
     "What is asked; ValueError for a wrong question"
     from gruckpt.plan.segment import Plan
+    check_options(o, {}, ('batch_size', 'steps'))
+    spec, config = _SPEC.make(o), _STEP.make(o, max_steps=1)
+    check_size(spec.n_params)
+    how = dict(optimizer=config.optimizer, precision=config.precision, accumulate=config.accumulate)
     limit, device, said = _limit(o)
     plan = None if o.segments is None else PLAN.make(o, Plan.split, n_steps=o.steps, n_segments=o.segments)
-    config = _STEP.make(o, max_steps=1)
-    how = dict(optimizer=config.optimizer, precision=config.precision, accumulate=config.accumulate)
-    spec = _SPEC.make(o)
-    check_size(spec.n_params)
     return spec, plan, limit, how | {'device': device}, said
 
 # %% ../../nbs/commands/03_cli.ipynb #f46fced9
@@ -418,7 +418,7 @@ def _budget_command(ctx:typer.Context,
     o, typed = SimpleNamespace(**ctx.params), given(ctx)
     with ending():
         if said := _asked(o, typed): print_answer(said)      # seconds before the rest; never with --json
-        with refusing():
+        with refusing(keep='keep', segments='n_segments'):
             if 'keep' in typed and segments is None:
                 raise ValueError('--keep goes with --segments; without them the plan is searched')
             answer = _verdict(o)
@@ -432,6 +432,10 @@ app.add_typer(bench_app, name='bench')
 
 @bench_app.callback()
 def _bench(): "Measure, side by side, in one run."
+
+_BENCHED = dict(batch_size='batch', steps='n_steps') | {name: name for name in (
+    'hidden', 'layers', 'vocab_size', 'norm', 'teacher_forcing', 'device', 'repeats', 'static', 'observed',
+    'known', 'lookback', 'horizon', 'early', 'late', 'seeds')}     # option → as errors of `bench` name it
 
 def _check_bench(out:Path, threads:int|None):
     "Raise unless there may be a folder, and so many threads"
@@ -464,7 +468,7 @@ def _bench_rnn_command(
     input_grad:Annotated[bool, Option(help='take the gradient of the input')] = False,
 ):
     "Time and peak bytes of recurrent layers: a table, bench_rnn.csv and bench_rnn.png."
-    with ending(), refusing():
+    with ending(), refusing(**_BENCHED):
         from gruckpt.bench.rnn import bench_rnn, save_bench
         _check_bench(out, threads)
         if not 1 <= segments <= steps:
@@ -492,7 +496,7 @@ def _bench_lm_command(
     threads:Threads = None,       # as in every command
 ):
     "Time and peak bytes of a language model's step, bare and by the trainer: bench_lm.csv, bench_lm.png."
-    with ending(), refusing():
+    with ending(), refusing(**_BENCHED):
         from gruckpt.bench.rnn import bench_lm, save_bench
         _check_bench(out, threads)
         if not 1 <= segments <= steps:
@@ -518,7 +522,7 @@ def _bench_tft_command(
     threads:Threads = None,       # as in every command
 ):
     "Time and kept bytes of a transformer's step, ours by tier and other libraries' if they are there."
-    with ending(), refusing():
+    with ending(), refusing(**_BENCHED):
         from gruckpt.bench.tft import bench_tft
         _check_bench(out, threads)
         table = bench_tft(batch_size, static, observed, known, hidden, lookback, horizon, repeats, threads)
@@ -542,7 +546,7 @@ def _bench_plans_command(
     threads:Threads = 1,          # as in every command
 ):
     "Ten plans of a language model, seconds counted and measured, and how far their order agrees."
-    with ending(), refusing():
+    with ending(), refusing(**_BENCHED):
         from gruckpt.bench.plans import agreement, bench_plans, save_plans
         _check_bench(out, threads)
         table = bench_plans(batch_size, steps, hidden, layers, vocab_size, None if norm == 'none' else norm,
@@ -566,7 +570,7 @@ def _bench_quant_command(
     threads:Threads = 1,          # as in every command
 ):
     "Losses of a model calibrated and trained with rounding, in 8 and 4 bits, beside float."
-    with ending(), refusing():
+    with ending(), refusing(**_BENCHED):
         from gruckpt.bench.quant import bench_quant, spread
         from gruckpt.training.checkpoint_files import write_whole
         _check_bench(out, threads)

@@ -66,10 +66,12 @@ def say(
 
 # %% ../../nbs/commands/00_shell.ipynb #159caf6b
 @contextmanager
-def refusing() -> Iterator[None]:
+def refusing(
+    **names,   # option → what an error may call it
+) -> Iterator[None]:
     "Inside, whatever is wrong with the input becomes a usage error"
     try: yield
-    except ValueError as e: raise UsageError(str(e)) from e
+    except ValueError as e: raise UsageError(_as_typed(names, str(e)) if names else str(e)) from e
     except OSError as e: raise UsageError(f'{e.filename}: {e.strerror}') from e
 
 # %% ../../nbs/commands/00_shell.ipynb #01017420
@@ -142,6 +144,18 @@ def check_options(
         value = getattr(o, name)
         if value is not None and value < 1:
             raise ValueError(f'{option(name)} must be at least 1, got {value}')
+
+# %% ../../nbs/commands/00_shell.ipynb #428c73a9
+def _as_typed(names:dict, text:str) -> str:
+    "An error that begins with the name of a field, in the words of the shell: options, `none`, no quotes"
+    fields = {of: option(name) for name, of in names.items()}
+    if text.partition(' ')[0] not in fields: return text
+    allowed, got, rest = text.partition(', got ')
+    allowed = allowed.removesuffix(', or None').replace('None', 'none').replace("'", '')
+    allowed = re.sub(r'one of \((.*)\)', r'one of \1', allowed)
+    def called(m): return fields.get(m[0], m[0]) if '_' in m[0] or not m.start() else m[0]
+    allowed = re.sub(r'\w+', called, allowed)
+    return allowed + got + rest.replace('a tuple has', 'a list with commas has')
 
 # %% ../../nbs/commands/00_shell.ipynb #6fe981ae
 _MOST_THREADS = 1024   # many more than any machine gains from; the system dies of 100,000
@@ -242,7 +256,7 @@ class Fields:
         "The dataclass that the options say, with `more` fields, made by its class or another function"
         module, _, cls = self.where.partition(':')
         try: return (by or getattr(import_module(module), cls))(**self.values(o) | more)
-        except ValueError as e: raise ValueError(_as_typed(self, str(e))) from None
+        except ValueError as e: raise ValueError(_as_typed(self.names, str(e))) from None
     def options(self, saved:dict) -> dict:
         "Option → value, from the plain values of a dataclass"
         known = documented(self.where)
@@ -259,11 +273,6 @@ def _to_shell(value, of:Documented):
     if isinstance(value, (tuple, list)): return ','.join(map(str, value))
     return value.replace(' ', '-') if isinstance(value, str) else value
 
-def _as_typed(o:Fields, text:str) -> str:
-    "An error that begins with the name of a field, with that of its option"
-    field_name, _, rest = text.replace(', or None', '').partition(' ')
-    return next((f'{option(name)} {rest}' for name, of in o.names.items() if of == field_name), text)
-
 # %% ../../nbs/commands/00_shell.ipynb #4db5a288
 _KINDS = {'int': int, 'float': float, 'bool': bool}     # all else is text
 
@@ -273,7 +282,12 @@ def _parameter(o:Fields, name:str, of:Documented) -> inspect.Parameter:
     kind = _KINDS.get(of.kind.partition('|')[0].strip(), str)
     if default is None: kind = kind | None
     typed = {of: option(name) for name, of in o.names.items()}
-    text = re.sub(r"`'?([^`]*?)'?`", lambda m: typed.get(m[1], m[1]), of.text).rstrip('.')
+    def words(m): return re.sub(r'\w+', lambda w: typed.get(w[0], w[0]), m[0])
+    text = re.sub(r'`[^`]* [^`]*`', words, of.text)
+    text = re.sub(r"`'?([^`]*?)'?`", lambda m: typed.get(m[1], m[1]), text).rstrip('.')
+    if kind is str: text = text.replace('None:', 'none:')
+    elif default is None: text = text.replace('. None:', '. Default:').replace('None:', 'default:')
+    else: text = re.sub(r'; None: [^.]*', '', text)            # what cannot be typed
     text = text[:1].lower() + text[1:] if text[1:2].islower() else text
     declared = [option(name)] if kind is bool and default is False else []
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,

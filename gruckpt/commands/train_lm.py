@@ -320,7 +320,7 @@ def _train_lm(
 ):
     "Prepare, join the other processes if there are any, train"
     with ExitStack() as stack:
-        with refusing():
+        with refusing(clip='clip', keep='keep'):
             from gruckpt.training.parallel import World, all_or_none, joined
             from gruckpt.training.sessions import session
             world, out = World.from_env(), ctx.params['out']
@@ -360,5 +360,9 @@ def train_lm_command(ctx:typer.Context,
     resume:Resume = False,                       # as in every command
     quiet:Quiet = False,                         # as in every command
 ):
-    "Train a GRU character language model, checkpointed by segments of time."
+    """Train a GRU character language model, checkpointed by segments of time.
+
+    Without --max-steps and --epochs a run has 200 steps; without --segments and --memory-limit a window is
+    cut into as many segments as the root of --steps.
+    """
     with ending(): _train_lm(ctx)

@@ -18,7 +18,7 @@ import typer
 from typer import Option
 
 from .shell import (
-    BatchSize, Boards, Clip, Device, Fields, KeepCheckpoints, MemoryLimit, Quiet, Resume, SaveEvery, Seed,
+    BatchSize, Boards, Clip, Device, Fields, KeepCheckpoints, MemoryLimit, Quiet, Resume, Seed,
     Threads, UseQAT, WeightBits, bits_of, check_backend, check_bytes, check_options, check_threads,
     clip_of, course_of, ending, given, goal_of, open_run, option, options_of,
     pick_device, print_answer, quant_of, refusing, said_of_bits, say, tell, train, with_fields)
@@ -41,7 +41,8 @@ def _roles(
     lists = {r: _names(getattr(o, r)) for r in _ROLES}
     ignored, named = lists.pop('ignore'), {r: names or None for r, names in lists.items() if r != 'observed'}
     if lost := [c for c in ignored if c not in kinds]:
-        raise ValueError(f'--ignore: column {lost[0]!r} is not in the data, which has {", ".join(kinds)}')
+        raise ValueError(f'--ignore: column {lost[0]!r} is not in the data, which has {", ".join(kinds)}; '
+                         'name one of these')
     kinds = {c: k for c, k in kinds.items() if c not in ignored}
     def roles(observed): return roles_of(kinds, o.target, o.time, observed=observed, **named)
     try:
@@ -297,7 +298,7 @@ def _run(ctx:typer.Context, world, device):
     "Prepare, train and judge"
     from gruckpt.training.parallel import all_or_none
     from gruckpt.training.sessions import session
-    with refusing():
+    with refusing(clip='clip', decay_steps='decay_steps', **TABLE.names):
         with all_or_none():
             out, file = ctx.params['out'], ctx.params['parquet_file']
             if not (out or file): raise ValueError('give --parquet-file to begin, or --out to go on')
@@ -352,7 +353,7 @@ def train_tft_command(ctx:typer.Context,
     memory_limit:MemoryLimit = None,             # the cheapest tier within
     use_qat:UseQAT = False,                      # as in every command
     weight_bits:WeightBits = 8,                  # as in every command
-    save_every:SaveEvery = None,                 # an epoch
+    save_every:Annotated[int|None, Option(help='steps between checkpoints; default: an epoch')] = None,
     keep_checkpoints:KeepCheckpoints = 2,        # as in every command
     seed:Seed = 0,                               # of weights, dropout and order
     device:Device = 'auto',                      # as in every command
@@ -451,7 +452,7 @@ def backtest_command(
 ):
     "Forecast from every row of a part, and judge it beside the last value and the last season."
     with ending():
-        with refusing():
+        with refusing(part='part', stride='stride', season='season'):
             if out is not None: _check_out(out)
             found, series, new = _loaded(run, parquet_file, device)
             from gruckpt.tft.forecast import backtest

@@ -6,6 +6,8 @@
 __all__ = ['LOGITS', 'rows_at_once', 'head_loss', 'HeadBytes']
 
 # %% ../../nbs/engine/07_head.ipynb #9aac4fd4
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +82,18 @@ def _forward(x_ND, targets_N, out_N, w:CellWeights, kept_NV) -> torch.Tensor:
         del z, part, total
     return loss
 
+# %% ../../nbs/engine/07_head.ipynb #fd11bd8f
+_NO_SYMBOL = torch.iinfo(torch.int64).min    # torch's `cross_entropy` leaves a number out in any case
+
+@contextmanager
+def _symbols(V:int) -> Iterator[None]:
+    "Inside, torch's complaint of a target out of bounds says what a target may be"
+    try: yield
+    except (IndexError, RuntimeError) as e:
+        if 'out of bounds' not in str(e): raise
+        raise ValueError(f'targets_N must be symbols in 0..{V - 1}, or ignore_index; '
+                         f'{str(e).splitlines()[0]}') from e
+
 # %% ../../nbs/engine/07_head.ipynb #63fe6592
 def _backward(x_ND, targets_N, out_N, w:CellWeights, kept_NV, g, sums:CellWeights, dx_ND):
     "Add to the sums, and write `dx_ND`; `g` is the gradient at the loss"
@@ -141,13 +155,15 @@ def head_loss(
                          f'{tuple(x_ND.shape)} and {tuple(targets_N.shape)}; flatten batch and time first')
     if is_plain():
         logits_NV = F.linear(x_ND, cast_weight(weight, x_ND.dtype), cast_weight(bias, x_ND.dtype))
-        skipped = {} if ignore_index is None else {'ignore_index': ignore_index}
-        return F.cross_entropy(logits_NV.to(_wide(x_ND)), targets_N, reduction='sum', **skipped)
+        ignored = _NO_SYMBOL if ignore_index is None else ignore_index
+        with _symbols(len(weight)):
+            return F.cross_entropy(logits_NV.to(_wide(x_ND)), targets_N, reduction='sum',
+                                   ignore_index=ignored)
     refuse_transforms('head_loss')
     out_N = None if ignore_index is None else targets_N == ignore_index
     if out_N is not None: targets_N = targets_N.masked_fill(out_N, 0)
     keep = keep if torch.is_grad_enabled() else 'hidden'
-    return _HeadLoss.apply(x_ND, targets_N, out_N, keep, weight, bias)
+    with _symbols(len(weight)): return _HeadLoss.apply(x_ND, targets_N, out_N, keep, weight, bias)
 
 # %% ../../nbs/engine/07_head.ipynb #375b992b
 @dataclass(frozen=True)

@@ -158,14 +158,16 @@ def roles_of(
     one = {'time': (time,) if time else (), 'target': (target,) if target else ()}
     for role, names in (named | one).items():
         if lost := [c for c in names if c not in kinds]:
-            raise ValueError(f'{role}: column {lost[0]!r} is not in the data, which has {", ".join(kinds)}')
-    time = time or _only('time', [c for c in kinds if c == 'ds'] or [c for c in kinds if kinds[c] == 'time'])
+            raise ValueError(f'{role}: column {lost[0]!r} is not in the data, which has {", ".join(kinds)}; '
+                             'name one of these')
+    stamps = [c for c in kinds if c == 'ds'] or [c for c in kinds if kinds[c] == 'time']
+    time = time or _only('time', kinds, stamps)
     named['known'] = tuple(c for c in named['known'] if c not in (time, *named['ids']))     # of a table
     left = [c for c in unnamed_columns(kinds) if c not in {target, *(c for r in _ROLES for c in named[r])}]
     taken = {time, *left, *(c for r in _ROLES[:4] for c in named[r])}
     free = [c for c in kinds if c not in taken]
     named_so = [c for c in free if c.lower() in ('y', 'target')]
-    target = target or _only('target', named_so or [c for c in free if kinds[c] == 'number'])
+    target = target or _only('target', kinds, named_so or [c for c in free if kinds[c] == 'number'])
     rest = [c for c in kinds if c not in taken | {target}]
     inputs = [c for c in rest if kinds[c] != 'time'] if columns.get('observed') is None else []
     named['observed'] += tuple(inputs)
@@ -176,10 +178,15 @@ def roles_of(
             (*left, *(c for c in rest if c not in inputs)))
 
 # %% ../../nbs/tft/08_forecaster.ipynb #431db13a
-def _only(role:str, found:list[str]) -> str:
+def _only(role:str, kinds:dict[str, str], found:list[str]) -> str:
     "The only column that it can be"
     if len(found) == 1: return found[0]
-    raise ValueError(f'{role} must name a column; it could be {", ".join(found[:9]) or "none of them"}')
+    what = 'stamps' if role == 'time' else 'numbers'
+    said = f'it could be {_few(found)}' if found else f'none of these looks like {what}: {_few([*kinds])}'
+    raise ValueError(f'{role} must name a column, and none is given; {said}')
+
+def _few(names:list[str]) -> str:
+    return ', '.join(names[:9]) + f', and {len(names) - 9} more' * (len(names) > 9)
 
 # %% ../../nbs/tft/08_forecaster.ipynb #4a2f3b02
 def _spec(

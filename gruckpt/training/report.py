@@ -285,11 +285,27 @@ def _settings(run:Run) -> dict[str, str]:
     "What the run trains, and how, from its checkpoint"
     if not run.state: return {}
     plan, about = run.state['plan'], run.state['about']
-    said = {k: ', '.join(f'{a} {b}' for a, b in v.items()) if isinstance(v, dict) else str(v)
+    if 'setup' in about: about = _table_of(about['setup']) | {k: v for k, v in about.items() if k != 'setup'}
+    said = {k: ', '.join(f'{a} {_plain(b)}' for a, b in v.items()) if isinstance(v, dict) else str(v)
             for k, v in (about | {'plan': plan, 'training': run.state['config']}).items() if v is not None}
     line = {k: ''.join(c if c.isprintable() else repr(c)[1:-1] for c in v) for k, v in said.items()}
     short = {k: v if len(v) < 400 else v[:397] + '…' for k, v in line.items()}
     return {'parameters': f'{_n_params(run):,}'} | short
+
+# %% ../../nbs/training/08_report.ipynb #4cc708f3
+def _table_of(setup:dict) -> dict[str, str]:
+    "What a forecaster reads: the role of each column that has one, and where its parts begin"
+    roles = {k.replace('_reals', ', numbers').replace('_cats', ', categories'): v
+             for k, v in setup['coding']['spec'].items() if v not in (None, [], ())}
+    starts = {k.removesuffix('_from'): str(pd.Timestamp(v)) for k, v in setup['parts'].items()}
+    return {'columns': '; '.join(f'{k} {_plain(v)}' for k, v in roles.items()),
+            'parts': ', '.join(f'{k} from {v}' for k, v in starts.items()),
+            'past': f'{setup["min_past"]} to {setup["lookback"]} rows'}
+
+def _plain(value) -> str:
+    "A value as a word or several"
+    if value is None: return 'none'
+    return ' '.join(map(str, value)) or 'none' if isinstance(value, (list, tuple)) else str(value)
 
 # %% ../../nbs/training/08_report.ipynb #8700028e
 def _beside(rows) -> dict[str, str]:

@@ -191,8 +191,9 @@ def data_gap(
 def _gap_in_words(gap:DataGap) -> str:
     "One sentence"
     o = gap
+    read = 'once' if o.epochs == 1 else f'{o.epochs:.3g} times'
     have = (f'{o.n_tokens:,} tokens for {o.n_params:,} parameters are {o.tokens_per_param:.3g} a parameter, '
-            f'read {o.epochs:.3g} times')
+            f'read {read}')
     if not o.n_missing: return f'{have}: at least the {o.per_param:g} that are advised'
     times = o.n_needed / o.n_tokens
     return f'{have}: {o.per_param:g} are advised, {o.n_needed:,} tokens, {times:.3g} times as many'
