@@ -61,11 +61,15 @@ def at_step(monkeypatch, step, act):
 
 @contextlib.contextmanager
 def no_file_above(n_bytes):
-    "Inside, the system lets no file of this process grow larger, as if the disk were full."
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """Inside, the system lets no file of this process grow larger, as if the disk were full. Python would write
+    compiled modules in part, and read them later"""
+    before, compiled = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    sys.dont_write_bytecode = True
     try: yield
-    finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = compiled
 
 
 def trainer(max_steps):

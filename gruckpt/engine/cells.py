@@ -221,12 +221,15 @@ PAGES = {'graph': 'gruckpt.engine.graph', 'triton': 'gruckpt.engine.triton',
 NAMES = 'auto', 'eager', 'torch', *PAGES, *(f'torch+{o}' for o in ('eager', *PAGES))   # that one can ask for
 
 @cache
-def triton_runs() -> bool:
-    "Can Triton's kernels be made and run by the GPU here? Where there is none, one that has them is meant"
-    if not torch.cuda.is_available(): return True
-    compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')    # for its launchers
+def _makes_kernels() -> bool:
+    "Can Triton make kernels for this card? It compiles a launcher, too"
+    compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')
     headers = Path(sysconfig.get_path('include'), 'Python.h').is_file()
     return bool(find_spec('triton') and compiler and headers) and torch.cuda.get_device_capability() >= (8, 0)
+
+def triton_runs() -> bool:
+    "Do Triton's kernels run on the GPU here? Where there is none, one on which they do is meant"
+    return not torch.cuda.is_available() or _makes_kernels()
 
 def walk_name(
     cell:Cell,           # whose walks
