@@ -61,8 +61,8 @@ def at_step(monkeypatch, step, act):
 
 @contextlib.contextmanager
 def no_file_above(n_bytes):
-    """Inside, the system lets no file of this process grow larger, as if the disk were full. Python would write
-    compiled modules in part, and read them later"""
+    """Inside, the system lets no file of this process grow larger, as if the disk were full. Python would
+    write compiled modules in part, and read them later"""
     before, compiled = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
     sys.dont_write_bytecode = True
