@@ -218,6 +218,7 @@ def _layer_runs(o:_Counted, n, k:int, base:dict, moment:str) -> dict:
     layer = o.layer(k)
     given = (1 - _reads(o, k))*_gates_by_op(o, k - 1)*n*layer.row if k else 0
     finals = base.get('final states', 0) + (k + _gates_by_op(o, k))*layer.row
+    given = given - _gates_by_op(o, k)*o.mixed*layer.row          # the cast state is in the scratch
     return {moment: base | {'record': o.record(n, k + 1) + given, 'final states': finals,
                             'scratch': layer.forward(n)}}
 
@@ -340,7 +341,9 @@ def _after_op(o:_Counted, n, k:int, base:dict, own, name:str, way:_Back, moment:
 def _backs(o:_Counted, n, k:int, base:dict, sums:tuple, copies:tuple, at_states, name:str, way:_Back) -> dict:
     "Either way back through layer `k`, `sums` and `copies` for ours first; of both where its word is an array"
     by_op = _gates_by_op(o, k)
-    found = {} if np.all(by_op) else _layer_moments(o, n, k, base, sums[0], copies[0], at_states, name)
+    cast = way.at_final*o.mixed*o.final                      # of the gradients at states; the op needs its row only
+    found = {} if np.all(by_op) else _layer_moments(o, n, k, base, sums[0], copies[0], at_states + cast, name)
+    at_states = at_states + cast*(k > 0)
     if not np.any(by_op): return found
     found = {m: {t: v*(1 - by_op) for t, v in terms.items()} for m, terms in found.items()}
     return found | {m: {t: v*by_op for t, v in terms.items()} for m, terms in
@@ -426,7 +429,7 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     found |= _norm_moment(o, n, waiting, total, copies, name)
     found |= _recorded_again(o, n, waiting | {'gradient sums': total, 'weight copies': copies}, name)
     for k in {L - 1, min(1, L - 1), 0} if o.alike and not o.by_op else range(L):
-        at_states = o.mixed*o.final + (L - 1 - k)*o.state//L*wanted
+        at_states = (L - 1 - k)*o.state//L*wanted
         found |= _backs(o, n, k, base, (total,)*2, (copies,)*3, at_states, name, _Back(wanted, True, True))
     emb = o.trains('embedding')*o.spec.vocab_size*o.spec.hidden*o.item_w
     found[f'backward: embedding, {name}'] = base | {

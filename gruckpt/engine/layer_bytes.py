@@ -212,9 +212,10 @@ def _in_passing(o:LayerBytes, n):
 def _forward_scratch_of_op(o:LayerBytes, n, making_x):
     "`making_x`: what the input needs in the making"
     c, lstm, x = o.chunk(n), o.cell.form == 'lstm', o.copied*o.part(n)
-    waits = np.maximum(n >= 2*c, o.item != o.item_w) * o.cell.n_states     # the state before, or its cast
-    states = waits*o.row + np.maximum(making_x, x + _once_by_op(o, c))
-    return _by_keep(o, np.maximum(making_x - record_of_op(o, n), (3 + lstm)*n*o.row), states)
+    cast = (o.item != o.item_w)*o.cell.n_states*o.row
+    waits = np.maximum((n >= 2*c)*o.cell.n_states*o.row, cast)             # the state before, or its cast
+    states = waits + np.maximum(making_x, x + _once_by_op(o, c))
+    return _by_keep(o, np.maximum(making_x - record_of_op(o, n), (3 + lstm)*n*o.row + cast), states)
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #f5d10b03
 @cache
