@@ -426,7 +426,8 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     hidden = hidden * (not top.fused) * (not top.lent)                 # of those that are handed over
     waiting = base | {'gates of a chunk': hidden * top.gates(top.chunk(n))}
     found = _head_moments(o, n, waiting, total, copies, name)
-    found |= _norm_moment(o, n, waiting, total, copies, name)
+    cast = {'gradients at states': o.state + o.by_op*o.mixed*o.final}     # elsewhere a layer is fuller anyway
+    found |= _norm_moment(o, n, waiting | cast, total, copies, name)
     found |= _recorded_again(o, n, waiting | {'gradient sums': total, 'weight copies': copies}, name)
     for k in {L - 1, min(1, L - 1), 0} if o.alike and not o.by_op else range(L):
         at_states = (L - 1 - k)*o.state//L*wanted
