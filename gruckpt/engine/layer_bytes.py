@@ -180,8 +180,8 @@ def record_of_op(
     n,              # steps
 ):                  # bytes
     "What torch's op keeps for its way back, the output included"
-    if o.device != 'cuda' or not torch.cuda.is_available():
-        return n*(8 if o.device != 'cuda' else o.cell.n_states + o.cell.n_slots) * o.row
+    if o.device != 'cuda': return (8*n - (not o.trained)*(n - 1)) * o.row       # states are for the weights
+    if not torch.cuda.is_available(): return n*(o.cell.n_states + o.cell.n_slots) * o.row
     step, once = _asked_cudnn(o.cell.form, o.batch, o.n_in, o.width, o.item)
     return n*(step + o.row) + once
 
@@ -215,7 +215,7 @@ def _forward_scratch_of_op(o:LayerBytes, n, making_x):
     cast = (o.item != o.item_w)*o.cell.n_states*o.row
     waits = np.maximum((n >= 2*c)*o.cell.n_states*o.row, cast)             # the state before, or its cast
     states = waits + np.maximum(making_x, x + _once_by_op(o, c))
-    return _by_keep(o, np.maximum(making_x - record_of_op(o, n), (3 + lstm)*n*o.row + cast), states)
+    return _by_keep(o, np.maximum(making_x - record_of_op(o, n), (3 + lstm)*n*o.row + (not o.trained)*(n - 1)*o.row + cast), states)
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #f5d10b03
 @cache
@@ -273,14 +273,15 @@ def stages_of_op(
 ) -> list:            # numbers, a moment each: for long stretches every one is a line
     "What is alive at the moments that may be the fullest while torch's op walks back on a CPU"
     hg, two, three = 1*at_state, n > 1, n > 2
+    begun, end = (np.where(two, 3, 2 if lstm else 1 + hg) + at_final)*r, ((5*n + 2*hg) if lstm else (4*n + hg))*r
+    if not W: return [begun + (7*n + 1)*r, lstm*(9*n + 2*hg)*r, end + X]
     if lstm: return [
-        (8*n + 2 + two)*r, (9*n + 2*hg)*r + W + b, three*((8*n - 5)*r + 2*W + 2*b),
-        three*((8*n - 6)*r + np.maximum(3*W + b, 2*W + 3*b)),
-        two*((5*n + 2*hg)*r + np.maximum(3*W + b, 2*W + 3*b)), (5*n + 2*hg)*r + X + W + V + 2*b]
-    begun = (8*n + np.where(two, 3, 1 + hg) + at_final)*r, (8*n + np.where(two, 1, 2*hg - 1))*r + W + b
-    if sums: return [*begun, np.where(two, 8*n - 4, 4*n + hg)*r + 2*W,
-                     (4*n + hg)*r + X + V + b, (n + hg)*r + X + 2*V]
-    return [*begun,
+        begun + 8*n*r, (9*n + 2*hg)*r + W + b, three*((8*n - 5)*r + 2*W + 2*b),
+        three*((8*n - 6)*r + np.maximum(3*W + b, 2*W + 3*b)), two*(end + np.maximum(3*W + b, 2*W + 3*b)),
+        end + X + W + V + 2*b]
+    first = [begun + 8*n*r, (8*n + np.where(two, 1, 2*hg - 1))*r + W + b]
+    if sums: return [*first, np.where(two, 8*n - 4, 4*n + hg)*r + 2*W, end + X + V + b, (n + hg)*r + X + 2*V]
+    return [*first,
         three*((8*n - 3)*r + 2*W + 2*b), three*((8*n - 7)*r + 2*W + 3*b), three*((8*n - 8)*r + 3*W + b),
-        two*((4*n + 3 + 2*hg)*r + 2*W + 2*b), two*((4*n + 2*hg)*r + 2*W + 3*b), two*((4*n + hg)*r + 3*W + b),
-        (4*n + hg)*r + X + W + V + 2*b]
+        two*((4*n + 3 + 2*hg)*r + 2*W + 2*b), two*((4*n + 2*hg)*r + 2*W + 3*b), two*(end + 3*W + b),
+        end + X + W + V + 2*b]
