@@ -445,7 +445,14 @@ def _static(o:_Counted, drawn) -> int:
     if isinstance(o.plan, Stretch): return 0
     in_stretches = drawn is not None and drawn.two_pass and not o.above.fused
     drawn_len = in_stretches*min(STRETCH, o.plan.n_steps)
-    return int(o.above.held(max(o.plan.seg_len, drawn_len))[1])
+    longest = max(_longest_walk(o), drawn_len)
+    return int(o.above.held(longest)[1]) if longest else 0
+
+def _longest_walk(o:_Counted) -> int:
+    "Steps of the longest segment with a layer of which no record by torch's op is kept; 0 if all have one"
+    if not o.above.fused: return o.plan.seg_len
+    def walks(t): return 'hidden' in keep_each(o.plan.keeps(t), o.spec.n_layers + 1)[:-1]
+    return max((b - a for a, b in o.plan.segments if walks(a)), default=0)
 
 def _around(o:_Counted, moment:str, terms:dict, carried:bool, accumulate:int, drawn, static:int) -> dict:
     "What the step holds at a moment of its last micro-batch, beside weights and optimizer"
