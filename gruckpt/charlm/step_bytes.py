@@ -215,12 +215,15 @@ def _which(o:_Counted, k:int) -> str:
 
 def _layer_runs(o:_Counted, n, k:int, base:dict, moment:str) -> dict:
     "Layer `k` runs and is recorded; beside records there is its input, of which the way back may read a copy only"
-    layer = o.layer(k)
+    layer, by_op = o.layer(k), _gates_by_op(o, k)
     given = (1 - _reads(o, k))*_gates_by_op(o, k - 1)*n*layer.row if k else 0
-    finals = base.get('final states', 0) + (k + _gates_by_op(o, k))*layer.row
-    given = given - _gates_by_op(o, k)*o.mixed*layer.row          # the cast state is in the scratch
-    return {moment: base | {'record': o.record(n, k + 1) + given, 'final states': finals,
-                            'scratch': layer.forward(n)}}
+    finals, below = base.get('final states', 0) + k*layer.row, o.record(n, k, 1) if k else 0
+    scratch = layer.either(layer.at_op(n), layer.forward(n)) if layer.fused else layer.forward(n)
+    found = {moment: base | {'record': o.record(n, k + 1) + given - by_op*o.mixed*layer.row,    # that is scratch
+                             'final states': finals + by_op*layer.row, 'scratch': scratch}}
+    if not layer.copied or not o.by_op: return found
+    copied = by_op*(layer.copied*n*layer.row + layer.making(n))
+    return found | {f'{moment}, its input': base | {'record': below, 'final states': finals, 'scratch': copied}}
 
 def _forward_norm(o:_Counted, n, read:dict, name:str) -> dict:
     "A norm on what the top layer puts out, if there is one"
@@ -254,13 +257,15 @@ def _passing_moments(o:_Counted, n, i) -> dict:
 def _passing_layer(o:_Counted, n, k:int, kept:dict, name:str) -> dict:
     "Layer `k` runs: its states, those of the layer below, and the gates that it would keep"
     layer, below = o.layer(k), _states(o, n, k - 1) if k else 0
-    scratch = np.maximum(layer.forward(n), layer.row)
-    if not layer.fused: record = below + layer.states(n) + (layer.keep == 'gates')*layer.gates(n)
-    else:
-        record = below + (1 - _gates_by_op(o, k))*layer.states(n)
-        scratch = layer.either(layer.in_passing(n), scratch)
-    return {f'forward: {_which(o, k)}, {name}': kept | {
-        'record': record, 'embedding output': o.embedded(n), 'final states': k*layer.row, 'scratch': scratch}}
+    kept, moment = kept | {'embedding output': o.embedded(n), 'final states': k*layer.row}, f'forward: {_which(o, k)}, {name}'
+    scratch, by_op = np.maximum(layer.forward(n), layer.row), _gates_by_op(o, k)
+    if not o.by_op:
+        record = below + layer.states(n) + (layer.keep == 'gates')*layer.gates(n)
+        return {moment: kept | {'record': record, 'scratch': scratch}}
+    read = by_op*layer.copied*n*layer.row
+    scratch = layer.either(read + layer.at_op(n, False), scratch)
+    found = {moment: kept | {'record': below + (1 - by_op)*layer.states(n), 'scratch': scratch}}
+    return found | {f'{moment}, its input': kept | {'record': below, 'scratch': read + by_op*layer.making(n)}}
 
 def _states(o:_Counted, n, k:int):
     "States of layer `k` that nothing recorded; of torch's op there is the output only"
@@ -597,14 +602,6 @@ def _groups(o:_Counted) -> list:
     return found + [(0, {'backward: all rounded': rounded})]
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #d9381a40
-def _check_backend(o:_Counted):
-    "ValueError for a backend that the cell has not, or whose record inside a plan has no formula here"
-    later = getattr(o.plan, 'keep_last', None)
-    words = [*o.keeps[:-1], *(keep_each(later, o.spec.n_layers + 1)[:-1] if later else ())]
-    if o.backend == 'torch' and o.above.fused and any(np.any(np.equal(k, 'gates')) for k in words):
-        raise ValueError("a plan for backend='torch' keeps 'hidden' in its layers; what torch's op records "
-                         'is counted for a layer only, see LayerBytes.back; or measure with estimate_any')
-
 def moments_of(
     spec,              # the model's form
     batch:int,         # rows, B
@@ -617,13 +614,12 @@ def moments_of(
     teacher_forcing:float=1.,     # below 1 some inputs are drawn
     sampling:Sampling|None=None,  # how they are; None is `Sampling()`
     device:str='cpu',       # its type
-    backend:str='auto',     # who runs the layers; 'torch' is counted where they keep states
+    backend:str='auto',     # who runs the layers; ValueError for one that the cell has not
 ) -> dict:             # {'phase: what happens': {term: bytes}}
     "What a step's two passes hold beside weights and optimizer; the peak is the fullest moment's"
     if {'embedding', 'layer 0'} <= set(frozen):
         raise ValueError('a model with embedding and layer 0 frozen is not counted; use estimate_any')
     o = _Counted(spec, batch, plan, item_w, item, tuple(frozen), device=device, backend=backend)
-    _check_backend(o)
     drawn, found = None if teacher_forcing == 1 else sampling or Sampling(), {}
     for n, moments in _groups(o):
         if drawn is not None: moments = _taped(o, n, moments)

@@ -82,7 +82,8 @@ class LayerBytes:
     def backward(self, n): "Scratch of our way back"; return _once(self, n, _backward_scratch)
     def back(self, n, at_state=False): "Of the way back, gradients too"; return _back(self, n, at_state)
     def either(self, gates, states): "By what it keeps"; return _by_keep(self, gates, states)
-    def in_passing(self, n): "Scratch and output where torch's op runs unrecorded"; return _in_passing(self, n)
+    def making(self, n): "A chunk of what torch's op reads, in the making"; return _making(self, n)
+    def at_op(self, n, recorded=True): "Scratch of one call of torch's op"; return _at_op(self, n, recorded)
     def in_record(self, n): "What torch's record has beside output and input"; return _in_record(self, n)
     def by_op(self, n, *how): "`stages_of_op` in bytes, the layer's own sizes filled in"; return _by_op(self, n, *how)
 
@@ -148,10 +149,14 @@ def _masked(o:LayerBytes, n): return mask_scratch(o.chunk(n), o.batch, o.n_in, o
 def _forward_scratch(o:LayerBytes, n):
     "The gates of a chunk, the bias, and the larger of what the projection and the walk need"
     gates, cell = (o.keep == 'hidden') * (not o.lent) * o.gates(o.chunk(n)), o.scratch(n)
+    if o.fused: return _forward_scratch_of_op(o, n, _making(o, n))
+    return gates + cell.bias + np.maximum(_making(o, n), cell.advance)
+
+def _making(o:LayerBytes, n):
+    "What a chunk of the input needs in the making"
     x = o.copied * o.part(n)
     if o.dropped: x = (1 + _own(o)) * o.part(n) + np.maximum(o.part(n), _masked(o, n))
-    if o.fused: return _forward_scratch_of_op(o, n, np.maximum(x, o.x_normed * norm_scratch(o, n)))
-    return gates + cell.bias + np.maximum(np.maximum(x, o.x_normed * norm_scratch(o, n)), cell.advance)
+    return np.maximum(x, o.x_normed * norm_scratch(o, n))
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #ce8475c5
 def _stages(o:LayerBytes, n) -> list:
@@ -199,23 +204,18 @@ def _once_by_op(o:LayerBytes, n):
     if o.cell.form == 'lstm': return np.maximum(5*n + 7 - (n == 1), 6*n + 1)*o.row
     return np.maximum(4*n + 4, 5*n)*o.row
 
-def _making(o:LayerBytes, n):
-    "What a chunk of the input needs in the making"
-    x = o.copied*o.part(n)
-    if o.dropped: x = (1 + _own(o)) * o.part(n) + np.maximum(o.part(n), _masked(o, n))
-    return np.maximum(x, o.x_normed*norm_scratch(o, n))
-
-def _in_passing(o:LayerBytes, n):
-    seen = o.copied*n*o.batch*o.n_in*o.item
-    return (o.item != o.item_w)*o.cell.n_states*o.row + seen + np.maximum(_making(o, n), _once_by_op(o, n))
+def _at_op(o:LayerBytes, n, recorded:bool):
+    "Recorded: projected inputs, the states of frozen weights; else all that it makes. And a state in the arithmetic's type"
+    cast = (o.item != o.item_w)*o.cell.n_states*o.row
+    if not recorded: return cast + _once_by_op(o, n)
+    return cast + (3 + (o.cell.form == 'lstm'))*n*o.row + (not o.trained)*(n - 1)*o.row
 
 def _forward_scratch_of_op(o:LayerBytes, n, making_x):
     "`making_x`: what the input needs in the making"
-    c, lstm, x = o.chunk(n), o.cell.form == 'lstm', o.copied*o.part(n)
-    cast = (o.item != o.item_w)*o.cell.n_states*o.row
+    c, x, cast = o.chunk(n), o.copied*o.part(n), (o.item != o.item_w)*o.cell.n_states*o.row
     waits = np.maximum((n >= 2*c)*o.cell.n_states*o.row, cast)             # the state before, or its cast
     states = waits + np.maximum(making_x, x + _once_by_op(o, c))
-    return _by_keep(o, np.maximum(making_x - record_of_op(o, n), (3 + lstm)*n*o.row + (not o.trained)*(n - 1)*o.row + cast), states)
+    return _by_keep(o, np.maximum(making_x - record_of_op(o, n), _at_op(o, n, True)), states)
 
 # %% ../../nbs/engine/05_layer_bytes.ipynb #f5d10b03
 @cache
