@@ -96,8 +96,10 @@ class _Counted:
     def head(self) -> HeadBytes: return _head_bytes(self)
     @cached_property
     def by_op(self) -> bool: "Does torch's op keep its record in some layer?"; return _by_op(self)
-    def record(self, n, n_layers, out=1): "Of the lowest layers, the output too?"; return _record(self, n, n_layers, out)
-    def kept_input(self, n): "The embedding's output, where the first layer reads itself and no copy of it"; return self.embedded(n)*_reads(self, 0)
+    def record(self, n, n_layers, out=1):
+        "Of the lowest layers; is the uppermost one's output read any more?"
+        return _record(self, n, n_layers, out)
+    def kept_input(self, n): "The embedding's output, if it is kept"; return self.embedded(n)*_reads(self, 0)
     def trains(self, part) -> bool: return part not in self.frozen
     @property
     def gain(self) -> int: "Numbers that norm what the top layer puts out"; return _gain(self.spec)
@@ -106,7 +108,9 @@ class _Counted:
 # %% ../../nbs/charlm/02_step_bytes.ipynb #63aa71fd
 def _targets(o:_Counted, n): return (o.batch > 1) * (n > 1) * n * o.batch * 8
 def _record(o:_Counted, n, n_layers:int, out):
-    if o.by_op: return sum(_kept_by(o, n, k, out if k == n_layers - 1 else _reads(o, k + 1)) for k in range(n_layers))
+    if o.by_op:
+        read = [*(_reads(o, k + 1) for k in range(n_layers - 1)), out]
+        return sum(_kept_by(o, n, k, read[k]) for k in range(n_layers))
     return n_layers*o.above.states(n) + o.n_gates[n_layers]*o.above.gates(n)
 
 def _gain(spec) -> int: return spec.hidden if spec.norm == 'output' else 0
@@ -132,30 +136,9 @@ def _head_bytes(o:_Counted) -> HeadBytes:
     spec, trained = o.spec, (o.trains('embedding' if o.spec.tied else 'head'), o.trains('head'))
     return HeadBytes(spec.vocab_size, spec.hidden, o.keeps[-1], o.item, o.item_w, *trained, o.device)
 
-# %% ../../nbs/charlm/02_step_bytes.ipynb #27b0c690
-def _sums_of(o:_Counted, k:int) -> int:
-    "Numbers in the weights whose gradients layer `k` adds up; the norm that it reads is the layer below's"
-    below = k > 0 and o.trains(f'layer {k - 1}')
-    return o.trains(f'layer {k}') * o.above.numbers + below * o.gain
-
-def _top_gain(o:_Counted) -> int: return o.gain * o.trains(f'layer {o.spec.n_layers - 1}')
-
-def _sums_above(o:_Counted, k:int) -> int:
-    "The same of the layers above `k`, and of the norm on what the stack puts out"
-    return _top_gain(o) + sum(_sums_of(o, j) for j in range(k + 1, o.spec.n_layers))
-
-def _sums(o:_Counted) -> int:
-    "Bytes of the sums of everything that is trained"
-    return o.item_sum * sum(sum(sizes) for part, sizes in parts_of(o.spec).items() if o.trains(part))
-
-def _gain_copy(o:_Counted) -> int: return o.mixed * o.gain * o.item
-
-def _copies(o:_Counted, k:int=0) -> int:
-    "Bytes of the layers' weights in the type of the arithmetic, from layer `k` up to the last norm"
-    return o.each[k].casts() + (o.spec.n_layers - 1 - k) * o.above.casts() + _gain_copy(o)
-
-# %% ../../nbs/charlm/02_step_bytes.ipynb #d9364177
+# %% ../../nbs/charlm/02_step_bytes.ipynb #133abf4c
 def _by_op(o:_Counted) -> bool:
+    "ValueError for a backend that the cell has not"
     return bool(o.above.fused and any(np.any(np.equal(keep, 'gates')) for keep in o.keeps[:-1]))
 
 def _gates_by_op(o:_Counted, k:int):
@@ -189,6 +172,28 @@ def _casts_held(o:_Counted, n_layers:int):
     return sum(_gates_by_op(o, k)*(o.each[k].casts() - _gain_read(o, k)) for k in range(n_layers))
 
 
+# %% ../../nbs/charlm/02_step_bytes.ipynb #27b0c690
+def _sums_of(o:_Counted, k:int) -> int:
+    "Numbers in the weights whose gradients layer `k` adds up; the norm that it reads is the layer below's"
+    below = k > 0 and o.trains(f'layer {k - 1}')
+    return o.trains(f'layer {k}') * o.above.numbers + below * o.gain
+
+def _top_gain(o:_Counted) -> int: return o.gain * o.trains(f'layer {o.spec.n_layers - 1}')
+
+def _sums_above(o:_Counted, k:int) -> int:
+    "The same of the layers above `k`, and of the norm on what the stack puts out"
+    return _top_gain(o) + sum(_sums_of(o, j) for j in range(k + 1, o.spec.n_layers))
+
+def _sums(o:_Counted) -> int:
+    "Bytes of the sums of everything that is trained"
+    return o.item_sum * sum(sum(sizes) for part, sizes in parts_of(o.spec).items() if o.trains(part))
+
+def _gain_copy(o:_Counted) -> int: return o.mixed * o.gain * o.item
+
+def _copies(o:_Counted, k:int=0) -> int:
+    "Bytes of the layers' weights in the type of the arithmetic, from layer `k` up to the last norm"
+    return o.each[k].casts() + (o.spec.n_layers - 1 - k) * o.above.casts() + _gain_copy(o)
+
 # %% ../../nbs/charlm/02_step_bytes.ipynb #948a3e5f
 def _forward_moments(o:_Counted, n, i, name:str) -> dict:
     "A recorded segment of n steps, i cuts after the first: what it holds, moment by moment"
@@ -205,25 +210,30 @@ def _forward_moments(o:_Counted, n, i, name:str) -> dict:
                                                'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch),
                                                'final states': o.state, 'losses': (i + 1)*o.wide}}
     for k in range(L) if o.by_op else (L - 1,):
-        copies = layers + later - (i == 0)*(_copies(o, k) - o.each[k].casts()) if o.cut else _casts_held(o, k) + o.each[k].casts()
+        own = o.each[k].casts()
+        copies = layers + later - (i == 0)*(_copies(o, k) - own) if o.cut else _casts_held(o, k) + own
         found |= _layer_runs(o, n, k, runs | {'weight copies': copies}, f'forward: {_which(o, k)}, {name}')
     at_norm = layers + later if o.cut else _gain_copy(o) + held
     return found | _forward_norm(o, n, runs | read | {'weight copies': at_norm}, name)
 
 def _which(o:_Counted, k:int) -> str:
+    "Its name in a moment"
     return 'top layer' if k == o.spec.n_layers - 1 else f'layer {k} of {o.spec.n_layers}'
 
+# %% ../../nbs/charlm/02_step_bytes.ipynb #5966b1e6
 def _layer_runs(o:_Counted, n, k:int, base:dict, moment:str) -> dict:
-    "Layer `k` runs and is recorded; beside records there is its input, of which the way back may read a copy only"
+    "Layer `k` runs and is recorded; its input is there, of which the way back may read a copy only"
     layer, by_op = o.layer(k), _gates_by_op(o, k)
     given = (1 - _reads(o, k))*_gates_by_op(o, k - 1)*n*layer.row if k else 0
     finals, below = base.get('final states', 0) + k*layer.row, o.record(n, k, 1) if k else 0
     scratch = layer.either(layer.at_op(n), layer.forward(n)) if layer.fused else layer.forward(n)
-    found = {moment: base | {'record': o.record(n, k + 1) + given - by_op*o.mixed*layer.row,    # that is scratch
+    cast = by_op*o.mixed*layer.row                                           # of a state, which is scratch
+    found = {moment: base | {'record': o.record(n, k + 1) + given - cast,
                              'final states': finals + by_op*layer.row, 'scratch': scratch}}
     if not layer.copied or not o.by_op: return found
     copied = by_op*(layer.copied*n*layer.row + layer.making(n))
-    return found | {f'{moment}, its input': base | {'record': below, 'final states': finals, 'scratch': copied}}
+    made = {'record': below, 'final states': finals, 'scratch': copied}
+    return found | {f'{moment}, its input': base | made}
 
 def _forward_norm(o:_Counted, n, read:dict, name:str) -> dict:
     "A norm on what the top layer puts out, if there is one"
@@ -232,10 +242,11 @@ def _forward_norm(o:_Counted, n, read:dict, name:str) -> dict:
 
 def _mean(o:_Counted, n, i) -> dict:
     "All losses put together; the last segment's record waits for the way back"
-    L, held = o.spec.n_layers, {'weight copies': _casts_held(o, o.spec.n_layers)} if o.by_op else {}
+    L = o.spec.n_layers
+    held = {'weight copies': _casts_held(o, L)} if o.by_op else {}
     return held | {'states at cuts': i*o.state, 'record': o.record(n, L), 'final states': o.state,
-                   'embedding output': o.kept_input(n), 'logits': o.head.kept(n*o.batch), 'targets': o.targets(n),
-                   'normed output': o.normed(n), 'losses': (2*i + 3)*o.wide}
+                   'embedding output': o.kept_input(n), 'logits': o.head.kept(n*o.batch),
+                   'targets': o.targets(n), 'normed output': o.normed(n), 'losses': (2*i + 3)*o.wide}
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #f02a41d8
 def _passing_moments(o:_Counted, n, i) -> dict:
@@ -257,7 +268,8 @@ def _passing_moments(o:_Counted, n, i) -> dict:
 def _passing_layer(o:_Counted, n, k:int, kept:dict, name:str) -> dict:
     "Layer `k` runs: its states, those of the layer below, and the gates that it would keep"
     layer, below = o.layer(k), _states(o, n, k - 1) if k else 0
-    kept, moment = kept | {'embedding output': o.embedded(n), 'final states': k*layer.row}, f'forward: {_which(o, k)}, {name}'
+    kept = kept | {'embedding output': o.embedded(n), 'final states': k*layer.row}
+    moment = f'forward: {_which(o, k)}, {name}'
     scratch, by_op = np.maximum(layer.forward(n), layer.row), _gates_by_op(o, k)
     if not o.by_op:
         record = below + layer.states(n) + (layer.keep == 'gates')*layer.gates(n)
@@ -313,20 +325,24 @@ class _Back(NamedTuple):
     begun: bool         # are there sums of all gradients?
 
 def _op_moments(o:_Counted, n, k:int, base:dict, sums, copies:tuple, at_states, name:str, way:_Back) -> dict:
-    "The way back through layer `k` by torch's op; `copies` of weights while it walks, and when its record is gone"
+    "The way back through layer `k` by torch's op; `copies` of weights while it walks, and when it has"
     layer, moment = o.each[k], f'backward: layer {k} of {o.spec.n_layers} by the op'
     grows = way.begun and o.item == o.item_sum           # the op adds to them
     kept = base | {'gradient sums': sums, 'gradients at outputs': n*layer.row, 'weight copies': copies[0],
                    'gradients at states': base['gradients at states'] + at_states + way.at_final*layer.row}
-    walks = kept | _state_read(o, k + 1) | {'record': o.record(n, k, _reads(o, k)), 'embedding output': o.kept_input(n)}
+    walks = kept | _state_read(o, k + 1) | {
+        'record': o.record(n, k, _reads(o, k)), 'embedding output': o.kept_input(n)}
     of_op = _seen(o, n, k) - n*layer.row                 # nobody reads the output any more
     stages = layer.by_op(n, way.at_state, way.at_final, grows)
-    found = {f'{moment}, stage {j}, {name}': walks | {"torch's way back": stage + of_op} for j, stage in enumerate(stages)}
+    found = {f'{moment}, stage {j}, {name}': walks | {"torch's way back": stage + of_op}
+             for j, stage in enumerate(stages)}
     own = (not grows)*layer.trained*layer.numbers*o.item + way.at_state*layer.row
-    done = kept | _state_read(o, k) | {'record': o.record(n, k, layer.x_normed), 'embedding output': (k > 0)*o.kept_input(n),
-                   'weight copies': copies[1]}
+    done = kept | _state_read(o, k) | {
+        'record': o.record(n, k, layer.x_normed), 'embedding output': (k > 0)*o.kept_input(n),
+        'weight copies': copies[1]}
     return found | _after_op(o, n, k, done, own, name, way, moment)
 
+# %% ../../nbs/charlm/02_step_bytes.ipynb #68e87ebd
 def _after_op(o:_Counted, n, k:int, base:dict, own, name:str, way:_Back, moment:str) -> dict:
     "What is made of the gradients that torch's op gives: at the input before norm and mask, in sums"
     layer, part = o.each[k], o.each[k].part(n)
@@ -344,15 +360,16 @@ def _after_op(o:_Counted, n, k:int, base:dict, own, name:str, way:_Back, moment:
     return found | {f'{moment}, handed over, {name}': base | {'scratch': new + moved}}
 
 def _backs(o:_Counted, n, k:int, base:dict, sums:tuple, copies:tuple, at_states, name:str, way:_Back) -> dict:
-    "Either way back through layer `k`, `sums` and `copies` for ours first; of both where its word is an array"
+    "Either way back through layer `k`, `sums` and `copies` for ours first; both where its word is an array"
     by_op = _gates_by_op(o, k)
-    cast = way.at_final*o.mixed*o.final                      # of the gradients at states; the op needs its row only
-    found = {} if np.all(by_op) else _layer_moments(o, n, k, base, sums[0], copies[0], at_states + cast, name)
-    at_states = at_states + cast*(k > 0)
+    cast = way.at_final*o.mixed*o.final         # of the gradients at states; the op needs its row only
+    found, to = {}, at_states + cast*(k > 0)
+    if not np.all(by_op):
+        found = _layer_moments(o, n, k, base, sums[0], copies[0], at_states + cast, name)
     if not np.any(by_op): return found
     found = {m: {t: v*(1 - by_op) for t, v in terms.items()} for m, terms in found.items()}
     return found | {m: {t: v*by_op for t, v in terms.items()} for m, terms in
-                    _op_moments(o, n, k, base, sums[1], copies[1:], at_states, name, way).items()}
+                    _op_moments(o, n, k, base, sums[1], copies[1:], to, name, way).items()}
 
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #b31acefa
@@ -377,7 +394,7 @@ def _last_moments(o:_Counted, n, i, name:str) -> dict:
     return found | _embedding_moments(o, n, later, cut, cut*(head + _made_back(o, 0)), above, name)
 
 def _made_back(o:_Counted, k:int):
-    "Copies of weights that the way back has made when it is through layer `k`: not those that torch's op has read"
+    "Copies of weights made on the way back, layer `k` included: not those that torch's op has read"
     return _gain_copy(o) + sum(o.each[j].casts() - _gates_by_op(o, j)*(o.each[j].casts() - _gain_read(o, j))
                                for j in range(k, o.spec.n_layers))
 

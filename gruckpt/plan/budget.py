@@ -637,7 +637,8 @@ class _Planner:
         c, even = self.spec.rhythm(self.batch, self.device)
         most, gap = min(self.n_steps, even + 2), isqrt(even)
         lens = np.arange(1, most + 1)
-        if 'torch' in self.how.get('backend', 'auto').split('+'): return np.arange(1, min(self.n_steps, max(even, 2*c) + 2) + 1)
+        if 'torch' in self.how.get('backend', 'auto').split('+'):
+            return np.arange(1, min(self.n_steps, max(even, 2*c) + 2) + 1)
         if most < c + 6*gap: return lens
         return np.concatenate([lens[:c + 2], lens[c + 1 + gap:-3:gap], lens[-3:]])
 
