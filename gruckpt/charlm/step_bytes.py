@@ -17,7 +17,8 @@ import numpy as np
 from ..engine.cells import CELLS, Cell, Count, backend_for, make_cell
 from ..engine.head import HeadBytes, rows_at_once
 from ..engine.layer import mask_launches, mask_scratch
-from ..engine.layer_bytes import LayerBytes, norm_back_scratch, norm_scratch
+from ..engine.layer_bytes import (LayerBytes, at_op, either, in_record, making, norm_back_scratch,
+                                         norm_scratch, stages_in_bytes)
 from .sampling import STRETCH, Sampling
 from ..plan.segment import Plan, Stretch, Work, default_chunk_len, keep_each
 from .text import narrowest_int
@@ -136,14 +137,14 @@ def _head_bytes(o:_Counted) -> HeadBytes:
     spec, trained = o.spec, (o.trains('embedding' if o.spec.tied else 'head'), o.trains('head'))
     return HeadBytes(spec.vocab_size, spec.hidden, o.keeps[-1], o.item, o.item_w, *trained, o.device)
 
-# %% ../../nbs/charlm/02_step_bytes.ipynb #133abf4c
 def _by_op(o:_Counted) -> bool:
     "ValueError for a backend that the cell has not"
     return bool(o.above.fused and any(np.any(np.equal(keep, 'gates')) for keep in o.keeps[:-1]))
 
+# %% ../../nbs/charlm/02_step_bytes.ipynb #863c8b93
 def _gates_by_op(o:_Counted, k:int):
     "1 where torch's op keeps its record of layer `k`; an array where its word is one"
-    return o.above.fused * o.layer(k).either(1, 0)
+    return o.above.fused * either(o.layer(k), 1, 0)
 
 def _reads(o:_Counted, k:int):
     "Does layer `k` hold on to its input until its way back? Not where torch's op reads a copy"
@@ -158,7 +159,7 @@ def _seen(o:_Counted, n, k:int):
 def _kept_by(o:_Counted, n, k:int, out):
     "Of the record by layer `k`, whose output may have a reader still"
     layer = o.layer(k)
-    return layer.either(layer.in_record(n) + _seen(o, n, k) + out*n*layer.row, layer.states(n))
+    return either(layer, in_record(layer, n) + _seen(o, n, k) + out*n*layer.row, layer.states(n))
 
 def _state_read(o:_Counted, n_layers:int) -> dict:
     "The first state, which torch's op reads where it lies, waits for the way back of the lowest layers"
@@ -226,12 +227,12 @@ def _layer_runs(o:_Counted, n, k:int, base:dict, moment:str) -> dict:
     layer, by_op = o.layer(k), _gates_by_op(o, k)
     given = (1 - _reads(o, k))*_gates_by_op(o, k - 1)*n*layer.row if k else 0
     finals, below = base.get('final states', 0) + k*layer.row, o.record(n, k, 1) if k else 0
-    scratch = layer.either(layer.at_op(n), layer.forward(n)) if layer.fused else layer.forward(n)
+    scratch = either(layer, at_op(layer, n), layer.forward(n)) if layer.fused else layer.forward(n)
     cast = by_op*o.mixed*layer.row                                           # of a state, which is scratch
     found = {moment: base | {'record': o.record(n, k + 1) + given - cast,
                              'final states': finals + by_op*layer.row, 'scratch': scratch}}
     if not layer.copied or not o.by_op: return found
-    copied = by_op*(layer.copied*n*layer.row + layer.making(n))
+    copied = by_op*(layer.copied*n*layer.row + making(layer, n))
     made = {'record': below, 'final states': finals, 'scratch': copied}
     return found | {f'{moment}, its input': base | made}
 
@@ -275,14 +276,15 @@ def _passing_layer(o:_Counted, n, k:int, kept:dict, name:str) -> dict:
         record = below + layer.states(n) + (layer.keep == 'gates')*layer.gates(n)
         return {moment: kept | {'record': record, 'scratch': scratch}}
     read = by_op*layer.copied*n*layer.row
-    scratch = layer.either(read + layer.at_op(n, False), scratch)
+    scratch = either(layer, read + at_op(layer, n, False), scratch)
     found = {moment: kept | {'record': below + (1 - by_op)*layer.states(n), 'scratch': scratch}}
-    return found | {f'{moment}, its input': kept | {'record': below, 'scratch': read + by_op*layer.making(n)}}
+    copied = {'record': below, 'scratch': read + by_op*making(layer, n)}
+    return found | {f'{moment}, its input': kept | copied}
 
 def _states(o:_Counted, n, k:int):
     "States of layer `k` that nothing recorded; of torch's op there is the output only"
     layer = o.layer(k)
-    return layer.either(n*layer.row, layer.states(n)) if layer.fused else layer.states(n)
+    return either(layer, n*layer.row, layer.states(n)) if layer.fused else layer.states(n)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #e36acaa1
 def _head_moments(o:_Counted, n, base:dict, sums, copies, name:str) -> dict:
@@ -333,7 +335,7 @@ def _op_moments(o:_Counted, n, k:int, base:dict, sums, copies:tuple, at_states, 
     walks = kept | _state_read(o, k + 1) | {
         'record': o.record(n, k, _reads(o, k)), 'embedding output': o.kept_input(n)}
     of_op = _seen(o, n, k) - n*layer.row                 # nobody reads the output any more
-    stages = layer.by_op(n, way.at_state, way.at_final, grows)
+    stages = stages_in_bytes(layer, n, way.at_state, way.at_final, grows)
     found = {f'{moment}, stage {j}, {name}': walks | {"torch's way back": stage + of_op}
              for j, stage in enumerate(stages)}
     own = (not grows)*layer.trained*layer.numbers*o.item + way.at_state*layer.row
