@@ -17,7 +17,8 @@ import numpy as np
 from ..engine.cells import CELLS, Cell, Count, backend_for, make_cell
 from ..engine.head import HeadBytes, rows_at_once
 from ..engine.layer import mask_launches, mask_scratch
-from ..engine.layer_bytes import LayerBytes, norm_back_scratch, norm_scratch
+from ..engine.layer_bytes import (LayerBytes, at_op, either, in_record, making, norm_back_scratch,
+                                         norm_scratch, stages_in_bytes)
 from .sampling import STRETCH, Sampling
 from ..plan.segment import Plan, Stretch, Work, default_chunk_len, keep_each
 from .text import narrowest_int
@@ -94,7 +95,12 @@ class _Counted:
     def above(self) -> LayerBytes: "Any layer but the first"; return _layer_bytes(self, 1)
     @cached_property
     def head(self) -> HeadBytes: return _head_bytes(self)
-    def record(self, n, n_layers): "Of the lowest layers"; return _record(self, n, n_layers)
+    @cached_property
+    def by_op(self) -> bool: "Does torch's op keep its record in some layer?"; return _by_op(self)
+    def record(self, n, n_layers, out=1):
+        "Of the lowest layers; is the uppermost one's output read any more?"
+        return _record(self, n, n_layers, out)
+    def kept_input(self, n): "The embedding's output, if it is kept"; return self.embedded(n)*_reads(self, 0)
     def trains(self, part) -> bool: return part not in self.frozen
     @property
     def gain(self) -> int: "Numbers that norm what the top layer puts out"; return _gain(self.spec)
@@ -102,7 +108,10 @@ class _Counted:
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #63aa71fd
 def _targets(o:_Counted, n): return (o.batch > 1) * (n > 1) * n * o.batch * 8
-def _record(o:_Counted, n, n_layers:int):
+def _record(o:_Counted, n, n_layers:int, out):
+    if o.by_op:
+        read = [*(_reads(o, k + 1) for k in range(n_layers - 1)), out]
+        return sum(_kept_by(o, n, k, read[k]) for k in range(n_layers))
     return n_layers*o.above.states(n) + o.n_gates[n_layers]*o.above.gates(n)
 
 def _gain(spec) -> int: return spec.hidden if spec.norm == 'output' else 0
@@ -127,6 +136,42 @@ def _head_bytes(o:_Counted) -> HeadBytes:
     "The head counted; a tied matrix is trained with the embedding"
     spec, trained = o.spec, (o.trains('embedding' if o.spec.tied else 'head'), o.trains('head'))
     return HeadBytes(spec.vocab_size, spec.hidden, o.keeps[-1], o.item, o.item_w, *trained, o.device)
+
+def _by_op(o:_Counted) -> bool:
+    "ValueError for a backend that the cell has not"
+    return bool(o.above.fused and any(np.any(np.equal(keep, 'gates')) for keep in o.keeps[:-1]))
+
+# %% ../../nbs/charlm/02_step_bytes.ipynb #863c8b93
+def _gates_by_op(o:_Counted, k:int):
+    "1 where torch's op keeps its record of layer `k`; an array where its word is one"
+    return o.above.fused * either(o.layer(k), 1, 0)
+
+def _reads(o:_Counted, k:int):
+    "Does layer `k` hold on to its input until its way back? Not where torch's op reads a copy"
+    layer = o.each[k]
+    return 1 - _gates_by_op(o, k)*(layer.copied and not layer.x_normed)
+
+def _seen(o:_Counted, n, k:int):
+    "What torch's op reads beside weights: copies of the input and of the first state"
+    layer = o.each[k]
+    return (layer.copied*n + o.mixed)*layer.row
+
+def _kept_by(o:_Counted, n, k:int, out):
+    "Of the record by layer `k`, whose output may have a reader still"
+    layer = o.layer(k)
+    return either(layer, in_record(layer, n) + _seen(o, n, k) + out*n*layer.row, layer.states(n))
+
+def _state_read(o:_Counted, n_layers:int) -> dict:
+    "The first state, which torch's op reads where it lies, waits for the way back of the lowest layers"
+    if not o.by_op: return {}
+    return {'state read': (not o.cut and not o.mixed)*(o.n_gates[n_layers] > 0)*o.state}
+
+def _gain_read(o:_Counted, k:int) -> int: return o.mixed*o.each[k].x_normed*o.gain*o.item
+
+def _casts_held(o:_Counted, n_layers:int):
+    "Copies of weights in records of torch's op, of the lowest layers"
+    return sum(_gates_by_op(o, k)*(o.each[k].casts() - _gain_read(o, k)) for k in range(n_layers))
+
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #27b0c690
 def _sums_of(o:_Counted, k:int) -> int:
@@ -155,19 +200,41 @@ def _forward_moments(o:_Counted, n, i, name:str) -> dict:
     "A recorded segment of n steps, i cuts after the first: what it holds, moment by moment"
     L, layers, head = o.spec.n_layers, o.cut * _copies(o), o.head.casts()
     later = (i > 0)*head                        # its copies are there since the first segment
-    kept = {'states at cuts': i*o.state, 'record': o.record(n, L), 'embedding output': o.embedded(n),
+    held = 0 if o.cut else _casts_held(o, L)
+    runs = {'states at cuts': i*o.state, 'record': o.record(n, L), 'embedding output': o.embedded(n),
             'losses': i*o.wide}
-    read = kept | {'normed output': o.normed(n), 'weight copies': layers + later}
-    top = layers + later - (i == 0)*_gain_copy(o) if o.cut else o.each[L - 1].casts()
-    found = {f'forward: top layer, {name}': kept | {'weight copies': top, 'final states': (L - 1)*o.above.row,
-                                                    'scratch': o.layer(L - 1).forward(n)},
-             f'forward: final states, {name}': read | {'final states': 2*o.final},
-             f'forward: state, {name}': read | {'final states': o.state + o.mixed*o.final},
-             f'forward: loss, {name}': read | {'weight copies': layers + head, 'targets': o.targets(n),
+    read = {'normed output': o.normed(n), 'weight copies': layers + later + held}
+    kept = runs | {'embedding output': o.kept_input(n)} | read
+    found = {f'forward: final states, {name}': runs | read | {'final states': 2*o.final},
+             f'forward: state, {name}': kept | {'final states': o.state + o.mixed*o.final},
+             f'forward: loss, {name}': kept | {'weight copies': layers + head + held, 'targets': o.targets(n),
                                                'logits': o.head.kept(n*o.batch) + o.head.forward(n*o.batch),
                                                'final states': o.state, 'losses': (i + 1)*o.wide}}
-    at_norm = layers + later if o.cut else _gain_copy(o)
-    return found | _forward_norm(o, n, read | {'weight copies': at_norm}, name)
+    for k in range(L) if o.by_op else (L - 1,):
+        own = o.each[k].casts()
+        copies = layers + later - (i == 0)*(_copies(o, k) - own) if o.cut else _casts_held(o, k) + own
+        found |= _layer_runs(o, n, k, runs | {'weight copies': copies}, f'forward: {_which(o, k)}, {name}')
+    at_norm = layers + later if o.cut else _gain_copy(o) + held
+    return found | _forward_norm(o, n, runs | read | {'weight copies': at_norm}, name)
+
+def _which(o:_Counted, k:int) -> str:
+    "Its name in a moment"
+    return 'top layer' if k == o.spec.n_layers - 1 else f'layer {k} of {o.spec.n_layers}'
+
+# %% ../../nbs/charlm/02_step_bytes.ipynb #5966b1e6
+def _layer_runs(o:_Counted, n, k:int, base:dict, moment:str) -> dict:
+    "Layer `k` runs and is recorded; its input is there, of which the way back may read a copy only"
+    layer, by_op = o.layer(k), _gates_by_op(o, k)
+    given = (1 - _reads(o, k))*_gates_by_op(o, k - 1)*n*layer.row if k else 0
+    finals, below = base.get('final states', 0) + k*layer.row, o.record(n, k, 1) if k else 0
+    scratch = either(layer, at_op(layer, n), layer.forward(n)) if layer.fused else layer.forward(n)
+    cast = by_op*o.mixed*layer.row                                           # of a state, which is scratch
+    found = {moment: base | {'record': o.record(n, k + 1) + given - cast,
+                             'final states': finals + by_op*layer.row, 'scratch': scratch}}
+    if not layer.copied or not o.by_op: return found
+    copied = by_op*(layer.copied*n*layer.row + making(layer, n))
+    made = {'record': below, 'final states': finals, 'scratch': copied}
+    return found | {f'{moment}, its input': base | made}
 
 def _forward_norm(o:_Counted, n, read:dict, name:str) -> dict:
     "A norm on what the top layer puts out, if there is one"
@@ -176,18 +243,21 @@ def _forward_norm(o:_Counted, n, read:dict, name:str) -> dict:
 
 def _mean(o:_Counted, n, i) -> dict:
     "All losses put together; the last segment's record waits for the way back"
-    return {'states at cuts': i*o.state, 'record': o.record(n, o.spec.n_layers), 'final states': o.state,
-            'embedding output': o.embedded(n), 'logits': o.head.kept(n*o.batch), 'targets': o.targets(n),
-            'normed output': o.normed(n), 'losses': (2*i + 3)*o.wide}
+    L = o.spec.n_layers
+    held = {'weight copies': _casts_held(o, L)} if o.by_op else {}
+    return held | {'states at cuts': i*o.state, 'record': o.record(n, L), 'final states': o.state,
+                   'embedding output': o.kept_input(n), 'logits': o.head.kept(n*o.batch),
+                   'targets': o.targets(n), 'normed output': o.normed(n), 'losses': (2*i + 3)*o.wide}
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #f02a41d8
 def _passing_moments(o:_Counted, n, i) -> dict:
     "A segment that is not recorded, n steps long, i cuts after the first; i is at least 1"
     name, L, head = 'a segment in passing', o.spec.n_layers, o.head.casts()
-    top, layers = o.layer(L - 1), o.cut * _copies(o)
+    layers = o.cut * _copies(o)
     kept = {'states at cuts': i*o.state, 'weight copies': layers + head, 'losses': i*o.wide}
-    one = {'record': top.states(n), 'embedding output': o.embedded(n), 'normed output': o.normed(n)}
-    read = {'record': 0 if o.gain else top.states(n), 'normed output': o.normed(n)}
+    out = _states(o, n, L - 1)
+    one = {'record': out, 'embedding output': o.embedded(n), 'normed output': o.normed(n)}
+    read = {'record': 0 if o.gain else out, 'normed output': o.normed(n)}
     found = {f'forward: final states, {name}': kept | one | {'final states': 2*o.final},
              f'forward: state, {name}': kept | read | {'final states': o.state + o.mixed*o.final},
              f'forward: loss, {name}': kept | read | {'weight copies': layers + head, 'targets': o.targets(n),
@@ -198,17 +268,29 @@ def _passing_moments(o:_Counted, n, i) -> dict:
 
 def _passing_layer(o:_Counted, n, k:int, kept:dict, name:str) -> dict:
     "Layer `k` runs: its states, those of the layer below, and the gates that it would keep"
-    layer, L = o.layer(k), o.spec.n_layers
-    record = min(k + 1, 2)*layer.states(n) + (layer.keep == 'gates')*layer.gates(n)
-    which = 'top layer' if k == L - 1 else f'layer {k} of {L}'
-    return {f'forward: {which}, {name}': kept | {
-        'record': record, 'embedding output': o.embedded(n), 'final states': k*layer.row,
-        'scratch': np.maximum(layer.forward(n), layer.row)}}
+    layer, below = o.layer(k), _states(o, n, k - 1) if k else 0
+    kept = kept | {'embedding output': o.embedded(n), 'final states': k*layer.row}
+    moment = f'forward: {_which(o, k)}, {name}'
+    scratch, by_op = np.maximum(layer.forward(n), layer.row), _gates_by_op(o, k)
+    if not o.by_op:
+        record = below + layer.states(n) + (layer.keep == 'gates')*layer.gates(n)
+        return {moment: kept | {'record': record, 'scratch': scratch}}
+    read = by_op*layer.copied*n*layer.row
+    scratch = either(layer, read + at_op(layer, n, False), scratch)
+    found = {moment: kept | {'record': below + (1 - by_op)*layer.states(n), 'scratch': scratch}}
+    copied = {'record': below, 'scratch': read + by_op*making(layer, n)}
+    return found | {f'{moment}, its input': kept | copied}
+
+def _states(o:_Counted, n, k:int):
+    "States of layer `k` that nothing recorded; of torch's op there is the output only"
+    layer = o.layer(k)
+    return either(layer, n*layer.row, layer.states(n)) if layer.fused else layer.states(n)
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #e36acaa1
 def _head_moments(o:_Counted, n, base:dict, sums, copies, name:str) -> dict:
     "The way back through the loss; `base` lives throughout the segment's way back"
-    kept = base | {'record': o.record(n, o.spec.n_layers), 'embedding output': o.embedded(n),
+    kept = base | _state_read(o, o.spec.n_layers) | {
+        'record': o.record(n, o.spec.n_layers), 'embedding output': o.kept_input(n),
                    'normed output': o.normed(n), 'targets': o.targets(n), 'gradient sums': sums,
                    'gradients at outputs': n*o.above.row, 'weight copies': copies}
     logits = o.head.kept(n*o.batch)
@@ -219,22 +301,78 @@ def _head_moments(o:_Counted, n, base:dict, sums, copies, name:str) -> dict:
 def _norm_moment(o:_Counted, n, base:dict, sums, copies, name:str) -> dict:
     "The way back through a norm on the top layer's output"
     if not o.gain: return {}
-    return {f'backward: norm, {name}': base | {
-        'record': o.record(n, o.spec.n_layers), 'embedding output': o.embedded(n), 'gradient sums': sums,
+    return {f'backward: norm, {name}': base | _state_read(o, o.spec.n_layers) | {
+        'record': o.record(n, o.spec.n_layers), 'embedding output': o.kept_input(n), 'gradient sums': sums,
         'weight copies': copies, 'scratch': norm_back_scratch(o.above, n),
         'gradients at outputs': 2*n*o.above.row}}
 
 def _layer_moments(o:_Counted, n, k:int, base:dict, sums, copies, at_states, name:str) -> dict:
-    "The way back through layer `k`"
+    "The way back through layer `k` by our own walk"
     layer, L = o.each[k], o.spec.n_layers
     into = layer.into * n*o.batch*o.spec.hidden*layer.item_x
-    kept = base | {'record': o.record(n, k + 1), 'embedding output': o.embedded(n), 'gradient sums': sums,
+    kept = base | _state_read(o, k) | {
+        'record': o.record(n, k + 1), 'embedding output': o.kept_input(n), 'gradient sums': sums,
                    'weight copies': copies, 'gradients at outputs': n*layer.row + into,
                    'gradients at states': base['gradients at states'] + at_states}
     found = {f'backward: layer {k} of {L}, {name}': kept | {'scratch': layer.backward(n)}}
     if o.cut or o.item_w >= 4: return found
     rounded = _sums_of(o, k) * o.item_w + layer.row
     return found | {f'backward: layer {k} of {L} rounded': kept | {'rounded': rounded}}
+
+# %% ../../nbs/charlm/02_step_bytes.ipynb #7daf4586
+class _Back(NamedTuple):
+    "Which way back a segment takes through torch's op"
+    at_state: object    # is there a gradient at its first state? One, or an array
+    at_final: bool      # at its last?
+    begun: bool         # are there sums of all gradients?
+
+def _op_moments(o:_Counted, n, k:int, base:dict, sums, copies:tuple, at_states, name:str, way:_Back) -> dict:
+    "The way back through layer `k` by torch's op; `copies` of weights while it walks, and when it has"
+    layer, moment = o.each[k], f'backward: layer {k} of {o.spec.n_layers} by the op'
+    grows = way.begun and o.item == o.item_sum           # the op adds to them
+    kept = base | {'gradient sums': sums, 'gradients at outputs': n*layer.row, 'weight copies': copies[0],
+                   'gradients at states': base['gradients at states'] + at_states + way.at_final*layer.row}
+    walks = kept | _state_read(o, k + 1) | {
+        'record': o.record(n, k, _reads(o, k)), 'embedding output': o.kept_input(n)}
+    of_op = _seen(o, n, k) - n*layer.row                 # nobody reads the output any more
+    stages = stages_in_bytes(layer, n, way.at_state, way.at_final, grows)
+    found = {f'{moment}, stage {j}, {name}': walks | {"torch's way back": stage + of_op}
+             for j, stage in enumerate(stages)}
+    own = (not grows)*layer.trained*layer.numbers*o.item + way.at_state*layer.row
+    done = kept | _state_read(o, k) | {
+        'record': o.record(n, k, layer.x_normed), 'embedding output': (k > 0)*o.kept_input(n),
+        'weight copies': copies[1]}
+    return found | _after_op(o, n, k, done, own, name, way, moment)
+
+# %% ../../nbs/charlm/02_step_bytes.ipynb #68e87ebd
+def _after_op(o:_Counted, n, k:int, base:dict, own, name:str, way:_Back, moment:str) -> dict:
+    "What is made of the gradients that torch's op gives: at the input before norm and mask, in sums"
+    layer, part = o.each[k], o.each[k].part(n)
+    at_input = (layer.into or layer.x_normed and layer.x_trained)*n*layer.row
+    gain = layer.x_normed*layer.x_trained*o.gain
+    base = base | {"torch's way back": own + at_input, 'gain': gain*o.item_sum}
+    masked = layer.dropped*(part + mask_scratch(layer.chunk(n), layer.batch, layer.n_in, layer.device))
+    normed = layer.dropped*part + layer.x_normed*norm_back_scratch(layer, n)
+    cast = (not o.cut)*_gain_read(o, k)
+    found = {f'{moment}, its input, {name}': base | {'scratch': np.maximum(masked, normed) + cast}}
+    new = 0
+    if o.cut: new = (not way.begun)*o.item_sum*_sums_of(o, k)
+    else: new = o.mixed*layer.trained*layer.numbers*o.item_w + (o.item_w != o.item_sum)*gain*o.item_w
+    moved = layer.into*(layer.item_x != layer.item)*n*o.batch*o.spec.hidden*layer.item_x
+    return found | {f'{moment}, handed over, {name}': base | {'scratch': new + moved}}
+
+def _backs(o:_Counted, n, k:int, base:dict, sums:tuple, copies:tuple, at_states, name:str, way:_Back) -> dict:
+    "Either way back through layer `k`, `sums` and `copies` for ours first; both where its word is an array"
+    by_op = _gates_by_op(o, k)
+    cast = way.at_final*o.mixed*o.final         # of the gradients at states; the op needs its row only
+    found, to = {}, at_states + cast*(k > 0)
+    if not np.all(by_op):
+        found = _layer_moments(o, n, k, base, sums[0], copies[0], at_states + cast, name)
+    if not np.any(by_op): return found
+    found = {m: {t: v*(1 - by_op) for t, v in terms.items()} for m, terms in found.items()}
+    return found | {m: {t: v*by_op for t, v in terms.items()} for m, terms in
+                    _op_moments(o, n, k, base, sums[1], copies[1:], to, name, way).items()}
+
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #b31acefa
 def _last_moments(o:_Counted, n, i, name:str) -> dict:
@@ -243,17 +381,31 @@ def _last_moments(o:_Counted, n, i, name:str) -> dict:
     done = whole if cut else o.item_w           # bytes of a gradient's number when its layer is through
     base = {'states at cuts': i*o.state, 'final states': o.state, 'gradients at states': 0,
             'losses': (4 if cut else 2)*o.wide}
-    found = _head_moments(o, n, base | {'losses': (4 if cut else 3)*o.wide}, o.head.sums, head, name)
+    held = _casts_held(o, L)
+    found = _head_moments(o, n, base | {'losses': (4 if cut else 3)*o.wide}, o.head.sums, head + held, name)
     later = base | ({} if cut else {'gradients': o.head.gradients})
-    above = cut * o.head.sums
-    found |= _norm_moment(o, n, later, above + whole*_top_gain(o), cut*head + _gain_copy(o), name)
-    for k in {L - 1, min(1, L - 1), 0} if o.alike else range(L):
+    above, copied = cut * o.head.sums, cut*head + held
+    found |= _norm_moment(o, n, later, above + whole*_top_gain(o), copied + _gain_copy(o), name)
+    way = _Back(cut, False, False)
+    for k in {L - 1, min(1, L - 1), 0} if o.alike and not o.by_op else range(L):
         now, through = whole*_sums_of(o, k), done*_sums_above(o, k)
-        copies = head + _copies(o, k) if cut else o.each[k].casts()
         more = later if cut else later | {'gradients': o.head.gradients + through}
-        found |= _layer_moments(o, n, k, more, above + now + cut*through, copies,
-                                cut*(L - 1 - k)*o.state//L, name)
-    return found | _embedding_moments(o, n, later, cut, cut*(head + _copies(o)), above, name)
+        before = above + cut*through
+        found |= _backs(o, n, k, more, (before + now, before), _last_copies(o, k),
+                        cut*(L - 1 - k)*o.state//L, name, way)
+    return found | _embedding_moments(o, n, later, cut, cut*(head + _made_back(o, 0)), above, name)
+
+def _made_back(o:_Counted, k:int):
+    "Copies of weights made on the way back, layer `k` included: not those that torch's op has read"
+    return _gain_copy(o) + sum(o.each[j].casts() - _gates_by_op(o, j)*(o.each[j].casts() - _gain_read(o, j))
+                               for j in range(k, o.spec.n_layers))
+
+def _last_copies(o:_Counted, k:int) -> tuple:
+    "Copies of weights at layer `k` of the last segment: where we walk, where torch's op does, when it has"
+    read, below, casts = _gain_read(o, k), _casts_held(o, k), o.each[k].casts()
+    if not o.cut: return below + casts, below + casts - read, below
+    made = o.head.casts() + below + _made_back(o, k + 1)
+    return made + casts, made + casts - read, made + read
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #3f7a3c65
 def _embedding_moments(o:_Counted, n, base:dict, wanted, copies, above, name:str) -> dict:
@@ -273,15 +425,17 @@ def _embedding_moments(o:_Counted, n, base:dict, wanted, copies, above, name:str
 # %% ../../nbs/charlm/02_step_bytes.ipynb #d58c5d03
 def _recorded_again(o:_Counted, n, base:dict, name:str) -> dict:
     "The second forward pass of a segment; where the head keeps its gradient the loss is computed once more"
-    L, top = o.spec.n_layers, o.layer(o.spec.n_layers - 1)
-    kept = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
-    found = {f'backward: top layer again, {name}': kept | {
-        'final states': o.state + (L - 1)*o.above.row, 'gates of a chunk': 0, 'scratch': top.forward(n)}}
+    L = o.spec.n_layers
+    runs = base | {'record': o.record(n, L), 'embedding output': o.embedded(n), 'losses': 3*o.wide}
+    kept, found = runs | {'embedding output': o.kept_input(n)}, {}
+    for k in range(L) if o.by_op else (L - 1,):
+        found |= _layer_runs(o, n, k, runs | {'final states': o.state, 'gates of a chunk': 0},
+                             f'backward: {_which(o, k)} again, {name}')
     there = o.keeps[-1] == 'gates'
     if np.any(there): found[f'backward: loss again, {name}'] = kept | {
         'normed output': o.normed(n), 'targets': o.targets(n), 'losses': 4*o.wide,
         'logits': there * (o.head.kept(n*o.batch) + o.head.forward(n*o.batch))}
-    if o.gain: found[f'backward: norm again, {name}'] = kept | {
+    if o.gain: found[f'backward: norm again, {name}'] = runs | {
         'normed output': o.normed(n), 'final states': o.state + o.final, 'scratch': norm_scratch(o.above, n)}
     return found
 
@@ -296,11 +450,12 @@ def _again_moments(o:_Counted, n, i, name:str) -> dict:
     hidden = hidden * (not top.fused) * (not top.lent)                 # of those that are handed over
     waiting = base | {'gates of a chunk': hidden * top.gates(top.chunk(n))}
     found = _head_moments(o, n, waiting, total, copies, name)
-    found |= _norm_moment(o, n, waiting, total, copies, name)
+    cast = {'gradients at states': o.state + o.by_op*o.mixed*o.final}     # elsewhere a layer is fuller anyway
+    found |= _norm_moment(o, n, waiting | cast, total, copies, name)
     found |= _recorded_again(o, n, waiting | {'gradient sums': total, 'weight copies': copies}, name)
-    for k in {L - 1, min(1, L - 1), 0} if o.alike else range(L):
-        at_states = o.mixed*o.final + (L - 1 - k)*o.state//L*wanted
-        found |= _layer_moments(o, n, k, base, total, copies, at_states, name)
+    for k in {L - 1, min(1, L - 1), 0} if o.alike and not o.by_op else range(L):
+        at_states = (L - 1 - k)*o.state//L*wanted
+        found |= _backs(o, n, k, base, (total,)*2, (copies,)*3, at_states, name, _Back(wanted, True, True))
     emb = o.trains('embedding')*o.spec.vocab_size*o.spec.hidden*o.item_w
     found[f'backward: embedding, {name}'] = base | {
         'gradients to be added': emb, 'weight copies': copies, 'gradient sums': total,
@@ -314,12 +469,20 @@ def _static(o:_Counted, drawn) -> int:
     if isinstance(o.plan, Stretch): return 0
     in_stretches = drawn is not None and drawn.two_pass and not o.above.fused
     drawn_len = in_stretches*min(STRETCH, o.plan.n_steps)
-    return int(o.above.held(max(o.plan.seg_len, drawn_len))[1])
+    longest = max(_longest_walk(o), drawn_len)
+    return int(o.above.held(longest)[1]) if longest else 0
+
+def _longest_walk(o:_Counted) -> int:
+    "Steps of the longest segment with a layer of which no record by torch's op is kept; 0 if all have one"
+    if not o.above.fused: return o.plan.seg_len
+    def walks(t): return 'hidden' in keep_each(o.plan.keeps(t), o.spec.n_layers + 1)[:-1]
+    return max((b - a for a, b in o.plan.segments if walks(a)), default=0)
 
 def _around(o:_Counted, moment:str, terms:dict, carried:bool, accumulate:int, drawn, static:int) -> dict:
     "What the step holds at a moment of its last micro-batch, beside weights and optimizer"
     phase, later = moment.split(':')[0], accumulate > 1
-    own = o.state * (phase == 'forward' or phase == 'backward' and o.cut)
+    own = o.state * (phase == 'forward' or phase == 'backward' and o.cut) + terms.get('state read', 0)
+    terms = {term: n for term, n in terms.items() if term != 'state read'}
     always = {'static buffers': static, 'tokens': 2*8*o.batch*o.plan.n_steps * accumulate,
               'state': carried*o.state + (later or not carried)*own}
     if drawn is not None:
@@ -458,14 +621,6 @@ def _groups(o:_Counted) -> list:
     return found + [(0, {'backward: all rounded': rounded})]
 
 # %% ../../nbs/charlm/02_step_bytes.ipynb #d9381a40
-def _check_backend(o:_Counted):
-    "ValueError for a backend that the cell has not, or whose record inside a plan has no formula here"
-    later = getattr(o.plan, 'keep_last', None)
-    words = [*o.keeps[:-1], *(keep_each(later, o.spec.n_layers + 1)[:-1] if later else ())]
-    if o.backend == 'torch' and o.above.fused and any(np.any(np.equal(k, 'gates')) for k in words):
-        raise ValueError("a plan for backend='torch' keeps 'hidden' in its layers; what torch's op records "
-                         'is counted for a layer only, see LayerBytes.back; or measure with estimate_any')
-
 def moments_of(
     spec,              # the model's form
     batch:int,         # rows, B
@@ -478,13 +633,12 @@ def moments_of(
     teacher_forcing:float=1.,     # below 1 some inputs are drawn
     sampling:Sampling|None=None,  # how they are; None is `Sampling()`
     device:str='cpu',       # its type
-    backend:str='auto',     # who runs the layers; 'torch' is counted where they keep states
+    backend:str='auto',     # who runs the layers; ValueError for one that the cell has not
 ) -> dict:             # {'phase: what happens': {term: bytes}}
     "What a step's two passes hold beside weights and optimizer; the peak is the fullest moment's"
     if {'embedding', 'layer 0'} <= set(frozen):
         raise ValueError('a model with embedding and layer 0 frozen is not counted; use estimate_any')
     o = _Counted(spec, batch, plan, item_w, item, tuple(frozen), device=device, backend=backend)
-    _check_backend(o)
     drawn, found = None if teacher_forcing == 1 else sampling or Sampling(), {}
     for n, moments in _groups(o):
         if drawn is not None: moments = _taped(o, n, moments)

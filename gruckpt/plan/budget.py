@@ -197,7 +197,7 @@ def estimate(
     frozen:tuple=(),             # names of parts in `spec.parts` that are not trained
     teacher_forcing:float=1.,    # below 1 some inputs are drawn, and lie on a tape
     sampling=None,               # how they are drawn, a `Sampling`; None: step by step, the likeliest
-    backend:str='auto',          # who runs the layers; 'torch' is torch's own op, for layers that keep states
+    backend:str='auto',          # who runs the layers; 'torch' is torch's own op
 ) -> Ledger:
     "What a training step will hold, without running anything"
     _one_of('optimizer', optimizer, _OPTIMIZERS)
@@ -599,7 +599,7 @@ class _Planner:
         self.spec, self.batch, self.n_steps, self.how = spec, batch, n_steps, how
         self.given, self.device = rates, how.get('device', 'cpu')
         self.c = spec.rhythm(batch, self.device)[0]
-        early, late = self.choices = _choices(spec.n_layers, states or how.get('backend') == 'torch')
+        early, late = self.choices = _choices(spec.n_layers, states)
         self.of = {'first': early, 'middle': early, 'last': late, 'only': late}
         self.lines, self.caps_of = cache(lambda role: _lines(self, role)), cache(self._caps_of)
         self.row = lru_cache(64)(lambda *args: _row(self, *args))
@@ -631,7 +631,9 @@ class _Planner:
         c, even = self.spec.rhythm(self.batch, self.device)
         most, gap = min(self.n_steps, even + 2), isqrt(even)
         lens = np.arange(1, most + 1)
-        if self.how.get('backend') == 'torch' or most < c + 6*gap: return lens
+        if 'torch' in self.how.get('backend', 'auto').split('+'):
+            return np.arange(1, min(self.n_steps, max(even, 2*c) + 2) + 1)
+        if most < c + 6*gap: return lens
         return np.concatenate([lens[:c + 2], lens[c + 1 + gap:-3:gap], lens[-3:]])
 
     @cached_property
