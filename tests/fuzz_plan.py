@@ -60,17 +60,17 @@ def price(q:Question, plan) -> float:
     return seconds_of(q.spec, q.batch, plan, q.rates, **kw)
 
 
-def least_of_cuts(q:Question, counts, beside:int, longest:int) -> float:
+def least_of_cuts(q:Question, counts, beside:int, longest:int, pairs) -> float:
     """Fewest seconds of a plan with one of these counts of segments, segment by segment, one length at a
-    time up to the longest"""
+    time up to the longest, that keeps one of these pairs of words, early and late"""
     T, best = q.n_steps, inf
     lens, before = np.arange(1, T + 1), np.arange(T)[:, None]
     def fits(role, keep):
         peak = estimate(q.spec, q.batch, Stretch(T, role, lens, before, keep), **q.how).peak
         return np.broadcast_to((peak + beside <= q.limit) & (lens <= longest), (T, T))
     def cost(role, keep): return [price(q, Stretch(T, role, n, 1, keep)) for n in range(1, T + 1)]
-    lasts = [(fits('last', keep), np.array(cost('last', keep))) for keep in words(q.spec.n_layers)]
-    for keep in words(q.spec.n_layers):
+    lasts = {keep: (fits('last', keep), np.array(cost('last', keep))) for keep in {late for _, late in pairs}}
+    for keep in {early for early, _ in pairs}:
         each, ok = cost('middle', keep), np.concatenate([fits('first', keep)[:1], fits('middle', keep)[1:]])
         done = np.where(np.arange(T + 1) == 0, 0., inf)          # seconds of the first j segments, by steps
         for j in range(T - 1):
@@ -79,7 +79,8 @@ def least_of_cuts(q:Question, counts, beside:int, longest:int) -> float:
                 if ok[j, n - 1]: after[n:] = np.minimum(after[n:], done[:-n] + each[n - 1])
             done = after
             if j + 2 in counts: best = min([best, *(
-                np.where(fine[j + 1], seconds + done[T - lens], inf).min() for fine, seconds in lasts)])
+                np.where(fine[j + 1], seconds + done[T - lens], inf).min()
+                for late, (fine, seconds) in lasts.items() if (keep, late) in pairs)])
     return best
 
 
@@ -92,13 +93,17 @@ def least_seconds(q:Question) -> float:
     for k in range(2, q.n_steps + 1): groups.setdefault(beside(k), []).append(k)
     static = {n: static_bytes(q, n) for n in range(1, q.n_steps + 1)}
     longest = {held: n for n, held in static.items()}        # of equal buffers the longest segment
-    return min([inf, *found, *(least_of_cuts(q, counts, n + held, most)
-                               for n, counts in groups.items() for held, most in longest.items())])
+    pairs = {*product(words(q.spec.n_layers), repeat=2)}
+    alone = {p for p in pairs if 'hidden' not in p[0][:-1] + p[1][:-1]}
+    if static_bytes(q, q.n_steps, 'gates'): alone = set()    # of those that need no buffers
+    return min([inf, *found, *(least_of_cuts(q, counts, n, q.n_steps, alone) for n, counts in groups.items()),
+                *(least_of_cuts(q, counts, n + held, most, pairs - alone)
+                  for n, counts in groups.items() for held, most in longest.items())])
 
 
-def static_bytes(q:Question, longest:int) -> int:
-    "Held from step to step by a backend that records"
-    first, *_ = estimate(q.spec, q.batch, Plan(q.n_steps, longest), **q.how).moments.values()
+def static_bytes(q:Question, longest:int, keep='hidden') -> int:
+    "Held from step to step by a backend that records, where the longest segment has so many steps"
+    first, *_ = estimate(q.spec, q.batch, Plan(q.n_steps, longest, keep), **q.how).moments.values()
     return int(first['static buffers'])
 
 

@@ -605,7 +605,7 @@ class _Planner:
         self.row = lru_cache(64)(lambda *args: _row(self, *args))
         one, two = (_beside_of(spec, k, **how) for k in (1, 2))
         self.each, self.beside, self.longest = two - one, one, n_steps
-        self.held = cache(lambda longest: _held(self, longest))
+        self.held = cache(lambda *args: _held(self, *args))
 
     def seconds(self, plan) -> float: return seconds_of(self.spec, self.batch, plan, self.rates, **self.how)
     def bytes(self, plan:Plan) -> int: return int(estimate(self.spec, self.batch, plan, **self.how).total)
@@ -631,7 +631,8 @@ class _Planner:
         c, even = self.spec.rhythm(self.batch, self.device)
         most, gap = min(self.n_steps, even + 2), isqrt(even)
         lens = np.arange(1, most + 1)
-        if 'torch' in self.how.get('backend', 'auto').split('+'):
+        name = self.how.get('backend', 'auto').partition('+')[0]
+        if name == 'torch' or name == 'auto' and self.device == 'cuda':    # torch's way back bends elsewhere
             return np.arange(1, min(self.n_steps, max(even, 2*c) + 2) + 1)
         if most < c + 6*gap: return lens
         return np.concatenate([lens[:c + 2], lens[c + 1 + gap:-3:gap], lens[-3:]])
@@ -640,7 +641,8 @@ class _Planner:
     def uncut(self) -> list:
         "(bytes, what is kept) of the plans of one segment"
         sums = _sums_of(self, 'only')[1][:, :, 0].max(0)
-        return [(int(n) + self.beside, keep) for n, keep in zip(sums, self.choices[1])]
+        found = [(int(n) + self.beside, keep) for n, keep in zip(sums, self.of['only'])]
+        return [(n, keep) for n, keep in found if keep in self.choices[1]]
 
     @cached_property
     def timed(self) -> list:
@@ -711,15 +713,26 @@ def _lengths(most:int) -> list:
     found = {*range(1, 17)} | {2**k * n // 4 for k in range(4, most.bit_length()) for n in (4, 5, 6, 7)}
     return sorted((n for n in found if n < most), reverse=True)
 
-def _held(o:_Planner, longest:int) -> int:
-    "Bytes of static buffers where the longest segment has so many steps"
+def _held(o:_Planner, longest:int, keep:str='hidden') -> int:
+    "Bytes of static buffers where the longest segment has so many steps, and all layers keep the same"
     n_steps = longest if o.how.get('sampling') is None else o.n_steps    # inputs may be drawn in stretches
-    first, *_ = estimate(o.spec, o.batch, Plan(n_steps, longest), **o.how).moments.values()
+    first, *_ = estimate(o.spec, o.batch, Plan(n_steps, longest, keep), **o.how).moments.values()
     return int(first.get('static buffers', 0))
 
 def _longest(o:_Planner) -> list:
     "Steps that the longest segment may have, from all down; where no buffers are held, all"
     return [o.n_steps, *(_lengths(min(o.n_steps, o.c)) if o.held(o.n_steps) else ())]
+
+def _without_buffers(o:_Planner) -> bool:
+    "Is nothing held where all layers keep gates, as torch's op then walks back by its own record?"
+    return o.held(o.n_steps) > o.held(o.n_steps, 'gates')
+
+def _by_record(o:_Planner) -> _Planner:
+    "The same of plans whose layers all keep gates"
+    found, layers = copy.copy(o), ('gates',) * o.spec.n_layers
+    for name in 'uncut', 'timed': vars(found).pop(name, None)
+    found.choices = tuple([keep for keep in words if keep[:-1] == layers] for words in o.choices)
+    return found
 
 def _no_faster(o:_Planner, longest:int) -> float:
     "Seconds that no plan beats whose segments have at most so many steps"
@@ -914,12 +927,14 @@ def _fitting(spec, batch:int, n_steps:int, limit:int, rates:Rates|None=None, **h
 
 def _best(o:_Planner, limit:int) -> Plan|None:
     "The fastest plan within `limit`"
-    found, (whole, *shorter) = [], _longest(o)
-    if not shorter: return _best_within(o, limit - o.held(whole))
-    for longest in (whole, *shorter):
-        if found and _no_faster(o, longest) > min(found)[0]: break
-        plan = _best_within(o.within(longest), limit - o.held(longest))
+    if not o.held(o.n_steps): return _best_within(o, limit)
+    found = []
+    def take(plan):
         if plan is not None: found.append((o.seconds(plan), o.bytes(plan), len(found), plan))
+    if _without_buffers(o): take(_best_within(_by_record(o), limit))
+    for longest in _longest(o):
+        if found and _no_faster(o, longest) > min(found)[0]: break
+        take(_best_within(o.within(longest), limit - o.held(longest)))
     return min(found)[-1] if found else None
 
 def _best_within(o:_Planner, limit:int) -> Plan|None:
@@ -936,7 +951,9 @@ def _best_within(o:_Planner, limit:int) -> Plan|None:
 def _fits(spec, batch:int, n_steps:int, limit:int, **how) -> bool:
     "Is there a plan within `limit`? If any, then one that keeps states only, but perhaps the head's gradient"
     o = _planner(spec, batch, n_steps, states=True, **_there(spec, how))
-    return any(_fits_within(o.within(longest), limit - o.held(longest)) for longest in _longest(o))
+    if any(_fits_within(o.within(longest), limit - o.held(longest)) for longest in _longest(o)): return True
+    if not _without_buffers(o): return False
+    return _fits_within(_by_record(_planner(spec, batch, n_steps, **_there(spec, how))), limit)
 
 def _fits_within(o:_Planner, limit:int) -> bool:
     "The same of segments as long as they may be, with `limit` for all but static buffers"
